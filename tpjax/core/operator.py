@@ -1,0 +1,178 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator is: one row `Op`, from which names, tests, benchmarks and documents derive.
+
+A row holds a typed public function, the reference that defines its meaning, samples to test it on, and
+the implementations in order of preference. Dispatch (`tpjax.pallas.dispatch`) walks them with a `Key`.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+Interpret = bool | Literal["races"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a call will run: what an implementation may demand of the machine."""
+
+    platform: str
+    """"cpu", "cuda", "rocm" or "tpu"."""
+    capability: str | None = None
+    """CUDA compute capability, "9.0" on Hopper; None off CUDA."""
+    interpret: Interpret = False
+    """True: kernels run in the GPU interpreter on the CPU; "races": and data races are reported."""
+
+
+class Aval(NamedTuple):
+    """Shape and dtype of one operand; hashable."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class Key:
+    """Specialisation key: everything that may decide which implementation runs a call."""
+
+    target: Target
+    operands: tuple[tuple[str, Aval | None], ...]
+    options: tuple[tuple[str, Hashable], ...] = ()
+
+    def aval(self, name: str) -> Aval:
+        """Returns shape and dtype of the operand `name`, which must be present."""
+        aval = dict(self.operands)[name]
+        assert aval is not None, name
+        return aval
+
+    def given(self, name: str) -> bool:
+        """Returns whether the optional operand `name` was passed."""
+        return dict(self.operands).get(name) is not None
+
+    def option(self, name: str) -> Any:
+        """Returns the static option `name`."""
+        return dict(self.options)[name]
+
+
+def key_of(target: Target, operands: Mapping[str, Any], options: Mapping[str, Any]) -> Key:
+    """Returns the key of a call from its arrays (None where absent) and static options."""
+    avals = tuple(
+        (name, None if x is None else Aval(tuple(x.shape), np.dtype(x.dtype)))
+        for name, x in operands.items()
+    )
+    return Key(target, avals, tuple(options.items()))
+
+
+def _always(key: Key) -> str | None:
+    del key
+    return None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operator.
+
+    `run` takes the operands in order (None where absent), then the options by keyword. `platforms` and
+    `capabilities` say which machines can run it (None: all); `unsupported` says of a call on such a
+    machine why it cannot run, in words that follow "no kernel for this call:", or None.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    unsupported: Callable[[Key], str | None] = _always
+    platforms: tuple[str, ...] | None = None
+    capabilities: tuple[str, ...] | None = None
+
+    def unfit_machine(self, target: Target) -> str | None:
+        """Returns why no call at all can run here, or None."""
+        if target.interpret or self.platforms is None:
+            return None
+        if target.platform not in self.platforms:
+            return f"the kernel needs {' or '.join(self.platforms)}; this is {target.platform}"
+        if self.capabilities is not None and target.capability not in self.capabilities:
+            needs = " or ".join(self.capabilities)
+            return f"the kernel needs compute capability {needs}; this GPU has {target.capability}"
+        return None
+
+
+class Refusal(NamedTuple):
+    """An implementation that was not chosen, and why."""
+
+    implementation: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What dispatch decided for one call: the label `explain` shows and the refusals before it."""
+
+    op: str
+    implementation: str
+    refused: tuple[Refusal, ...]
+    source: str
+    """file:line of the user's code that led to the call."""
+
+
+class Cost(NamedTuple):
+    """Arithmetic of one forward call, and the least bytes it must move through device memory."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """Named dimensions of operands and results, and which of them may be split over devices.
+
+    `inputs` and `outputs` name dimensions by letter ("BTHD"); an absent optional operand is skipped.
+    A dimension in `sharded` needs no communication when split.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sharded: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call to test an operator on: array specs like "bf16[2,128,4,64]" and static keywords."""
+
+    arrays: tuple[str | None, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    slow: bool = False
+    """A production shape: run only on a GPU or when asked for."""
+
+    def __str__(self) -> str:
+        options = "".join(f" {k}={v}" for k, v in self.options.items())
+        return " ".join(map(str, self.arrays)) + options
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator: its row in the table `OPS`."""
+
+    fn: Callable[..., Any]
+    reference: Callable[..., Any]
+    implementations: tuple[Implementation, ...]
+    samples: tuple[Sample, ...]
+    diff: tuple[int, ...]
+    """Argument positions that have gradients."""
+    tol: Mapping[str, float]
+    """Relative RMS error allowed against the float32 reference, by dtype name."""
+    cost: Callable[..., Cost]
+    """Takes the arguments of `fn` as shapes and dtypes, returns the cost of one forward call."""
+    partitioning: Partitioning
+
+    @property
+    def name(self) -> str:
+        """The operator's name, which is its function's."""
+        return self.fn.__name__
+
+
+def nbytes(arrays: Iterable[jax.ShapeDtypeStruct | jax.Array | None]) -> int:
+    """Returns the bytes that the given arrays, None skipped, occupy in device memory."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in arrays if x is not None)
