@@ -1,0 +1,49 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sets up the machine for tests: one CPU device, or a GPU under `-m gpu`; strict dtypes in the core.
+
+Several devices: `tests.harness.run_python(source, devices=4)`.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+STRICT_ROOMS = ("core", "pallas")
+"""Folders of tests in which mixed dtypes are errors; models of other people are not that strict."""
+
+
+def _asks_for_gpu(config: pytest.Config) -> bool:
+    words = str(config.option.markexpr).split()
+    return any(w == "gpu" and words[i - 1 : i] != ["not"] for i, w in enumerate(words))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the platform before JAX starts."""
+    if _asks_for_gpu(config):
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _gpu_is_there(request: pytest.FixtureRequest) -> None:
+    """Makes a `gpu` test an error where no GPU answers: a skip would hide a broken machine."""
+    if request.node.get_closest_marker("gpu") is not None:
+        import jax
+
+        jax.devices("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forbids implicit dtype promotion in the tests of the rooms that state their own dtypes."""
+    import jax
+
+    room = request.path.relative_to(Path(__file__).parent).parts[0]
+    with jax.numpy_dtype_promotion("strict") if room in STRICT_ROOMS else nullcontext():
+        yield
