@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sets up the machine for tests: one CPU device, or a GPU under `-m gpu`; strict dtypes in the core.
+"""Sets up the machine for tests: one CPU device, or a GPU under `-m gpu`; strict core dtypes.
 
 Several devices: `tests.harness.run_python(source, devices=4)`.
 """
