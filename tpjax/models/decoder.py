@@ -112,7 +112,12 @@ PRESETS: dict[str, DecoderConfig] = {
         dtype="bfloat16",
     ),
 }  # fmt: skip
-"""Model shapes by name; `tiny` trains in minutes on two CPU cores, `1b` wants a large GPU."""
+"""Model shapes by name; `tiny` trains in minutes on two CPU cores, `1b` wants a large GPU.
+
+On the King James text, `tiny` reaches 1.45 nats per byte in 300 steps of 16 sequences of 128 bytes with
+`optax.contrib.muon` (rate 0.02, 50 steps of warm-up, cosine decay, weight decay 0.1, gradients clipped
+at norm 1), where AdamW (rate 3e-3) reaches 1.74. A step takes about 0.2 s on two cores.
+"""
 
 
 def rope(x: Float[Array, "B T N D"], base: float) -> Float[Array, "B T N D"]:
