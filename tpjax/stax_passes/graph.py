@@ -1,0 +1,252 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A jaxpr as a graph of values: what recognisers read and an engine writes back by re-tracing.
+
+Small jitted helpers (`jnp.where`, `jnp.tril`, `jax.nn.silu`) are looked through, so that a pattern
+does not end at their border; the ones that no rewrite touched are emitted as the calls they were.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from tpjax.core import _jax
+
+MAX_INLINED = 64
+"""Equations of a jitted helper up to which a pattern may look through its border."""
+MAX_KNOWN_DEPTH = 64
+"""Steps back over which a value is evaluated when it depends on no input."""
+
+MOVES = frozenset(
+    {"convert_element_type", "broadcast_in_dim", "reshape", "stop_gradient", "squeeze"}
+)
+"""Primitives that leave the numbers of a per-row or scalar value as they are."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One equation, with its operands and results as value numbers of the graph."""
+
+    eqn: _jax.Equation
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.eqn.primitive.name
+
+
+@dataclass
+class Call:
+    """A jitted helper that was looked through: nodes[start:stop] are its body."""
+
+    node: Node
+    start: int
+    stop: int = 0
+
+
+@dataclass
+class Graph:
+    """The equations of one jaxpr level in order, with values numbered."""
+
+    avals: list[Any] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    known: dict[int, Any] = field(default_factory=dict)
+    """Values of literals and constants, by value number."""
+    producer: dict[int, int] = field(default_factory=dict)
+    users: dict[int, list[int]] = field(default_factory=dict)
+    _folded: dict[int, Any] = field(default_factory=dict)
+
+    def node_of(self, value: int) -> Node | None:
+        """Returns the node that makes the value, or None for an input or a constant."""
+        index = self.producer.get(value)
+        return None if index is None else self.nodes[index]
+
+    def made_by(self, value: int, *names: str) -> Node | None:
+        """Returns the node that makes the value if its primitive is one of `names`."""
+        node = self.node_of(value)
+        return node if node is not None and node.name in names else None
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Returns the value's shape."""
+        return tuple(getattr(self.avals[value], "shape", ()))
+
+    def dtype(self, value: int) -> np.dtype:
+        """Returns the value's dtype."""
+        return self.avals[value].dtype
+
+    def size(self, value: int) -> int:
+        """Returns how many elements the value has."""
+        return int(np.prod(self.shape(value)))
+
+    def peel(self, value: int, *names: str) -> int:
+        """Follows the value back through unary nodes named in `names`."""
+        while (node := self.made_by(value, *names)) is not None:
+            value = node.ins[0]
+        return value
+
+    def peel_moves(self, value: int) -> int:
+        """Follows the value back through converts, broadcasts, reshapes and stopped gradients."""
+        return self.peel(value, *MOVES)
+
+    def source(self, value: int) -> str:
+        """Returns file:line of the user's code that made the value."""
+        node = self.node_of(value)
+        return "an argument" if node is None else _jax.source_of(node.eqn)
+
+    def constant(self, value: int, depth: int = MAX_KNOWN_DEPTH) -> np.ndarray | None:
+        """Returns the value's numbers if it is a scalar or vector that depends on no input."""
+        if value in self._folded:
+            return self._folded[value]
+        result = self._constant(value, depth)
+        self._folded[value] = result
+        return result
+
+    def _constant(self, value: int, depth: int) -> np.ndarray | None:
+        if value in self.known:
+            known = self.known[value]
+            hidden = _jax.is_tracer(known) or _jax.is_key(self.avals[value])
+            return None if hidden else np.asarray(known)
+        node = self.node_of(value)
+        small = node is not None and self.size(value) <= 1 and len(node.outs) == 1
+        if node is None or depth == 0 or not small or node.eqn.effects or not is_pure(node):
+            return None
+        operands = [self.constant(i, depth - 1) for i in node.ins]
+        if any(x is None for x in operands):
+            return None
+        with jax.ensure_compile_time_eval():
+            return np.asarray(_jax.bind(node.eqn, *operands)[0])
+
+    def scalar(self, value: int) -> float | None:
+        """Returns the number that every element of the value has, if it depends on no input."""
+        value = self.peel(value, "broadcast_in_dim", "reshape")
+        constant = self.constant(value) if self.size(value) == 1 else None
+        return None if constant is None else float(constant.reshape(()))
+
+    def reaches_back(
+        self, value: int, wanted: Callable[[Node], bool], through: frozenset[str]
+    ) -> bool:
+        """Returns whether a wanted node is found walking back from the value through `through`."""
+        stack, seen = [value], set()
+        while stack:
+            node = self.node_of(stack.pop())
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            if wanted(node):
+                return True
+            if node.name in through:
+                stack.extend(node.ins)
+        return False
+
+    def users_of(self, value: int) -> list[Node]:
+        """Returns the nodes that read the value."""
+        return [self.nodes[i] for i in self.users.get(value, ())]
+
+    def index(self, node: Node) -> int:
+        """Returns the node's place in the order of evaluation."""
+        return self.producer[node.outs[0]]
+
+    def is_output(self, value: int) -> bool:
+        """Returns whether the jaxpr returns the value."""
+        return value in self.outputs
+
+
+def is_pure(node: Node) -> bool:
+    """Returns whether evaluating the node on its own means what it means in place."""
+    return not node.eqn.effects and not _jax.subjaxprs(node.eqn)
+
+
+def build(jaxpr: _jax.Jaxpr) -> Graph:
+    """Returns the graph of the jaxpr's top level, small jitted helpers looked through."""
+    graph = Graph()
+
+    def fresh(aval: Any) -> int:
+        graph.avals.append(aval)
+        return len(graph.avals) - 1
+
+    def constant(aval: Any, value: Any) -> int:
+        number = fresh(aval)
+        graph.known[number] = value
+        return number
+
+    def read(env: dict[Any, int], atom: Any) -> int:
+        return constant(atom.aval, atom.val) if isinstance(atom, _jax.Literal) else env[atom]
+
+    def add(body: _jax.Jaxpr, env: dict[Any, int]) -> list[int]:
+        for var, value in zip(body.constvars, body.consts, strict=True):
+            env[var] = constant(var.aval, value)
+        for eqn in body.eqns:
+            ins = tuple(read(env, atom) for atom in eqn.invars)
+            if _jax.is_small_helper(eqn, MAX_INLINED):
+                inner = _jax.subjaxprs(eqn)[0]
+                call = Call(Node(eqn, ins, ()), len(graph.nodes))
+                graph.calls.append(call)
+                outs = tuple(add(inner, dict(zip(inner.invars, ins, strict=True))))
+                call.node.outs, call.stop = outs, len(graph.nodes)
+            else:
+                outs = tuple(fresh(v.aval) for v in eqn.outvars)
+                graph.nodes.append(Node(eqn, ins, outs))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(env, atom) for atom in body.outvars]
+
+    graph.inputs = tuple(fresh(v.aval) for v in jaxpr.invars)
+    graph.outputs = tuple(add(jaxpr, dict(zip(jaxpr.invars, graph.inputs, strict=True))))
+    for index, node in enumerate(graph.nodes):
+        for value in node.outs:
+            graph.producer[value] = index
+        for value in dict.fromkeys(node.ins):
+            graph.users.setdefault(value, []).append(index)
+    return graph
+
+
+def units(graph: Graph, touched: set[int]) -> Iterator[Node]:
+    """Yields what to evaluate, in order: nodes, and whole calls that no rewrite touched.
+
+    Args:
+      graph: the graph.
+      touched: indices of nodes that a rewrite replaces, or whose results it reads.
+    """
+    hits = sorted(touched)
+
+    def sealed(call: Call) -> bool:
+        return not any(call.start <= i < call.stop for i in hits)
+
+    starts: dict[int, list[Call]] = {}
+    for call in graph.calls:  # outermost first: a call is listed before the calls inside it
+        starts.setdefault(call.start, []).append(call)
+    index = 0
+    while index <= len(graph.nodes):
+        whole = next((c for c in starts.pop(index, []) if sealed(c)), None)
+        if whole is not None:
+            yield whole.node
+            if whole.stop > index:
+                index = whole.stop
+                continue
+        if index < len(graph.nodes):
+            yield graph.nodes[index]
+        index += 1
+
+
+def live(graph: Graph, order: list[Node], operands: Mapping[int, Iterable[int]]) -> list[Node]:
+    """Returns the units of `order` that outputs or effects need.
+
+    Args:
+      graph: the graph.
+      order: units in order of evaluation.
+      operands: for a replaced value, the values its replacement reads instead.
+    """
+    needed, kept = set(graph.outputs), []
+    for node in reversed(order):
+        if node.eqn.effects or any(value in needed for value in node.outs):
+            kept.append(node)
+            replaced = node.outs and node.outs[0] in operands
+            needed.update(operands[node.outs[0]] if replaced else node.ins)
+    return kept[::-1]
