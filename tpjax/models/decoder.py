@@ -6,11 +6,11 @@
     x = x + attention(norm(x));  x = x + mlp(norm(x))     for each layer
     logits = norm(x) @ head
 
-Plain JAX and Flax NNX, written as one would without tpjax: `tpjax.compile` finds the attention and the
-norms by itself, whether the layers are a Python loop or a scan.
+Plain JAX and Flax NNX, written as one would without tpjax: `tpjax.compile` finds the attention and
+the norms by itself, whether the layers are a Python loop or a scan.
 
-Dimensions: B batch, T query tokens, S key tokens, K key/value heads, G query heads per key/value head,
-H = K G query heads, D features of the model or of a head, F hidden features, V vocabulary.
+Dimensions: B batch, T query tokens, S key tokens, K key/value heads, G query heads per key/value
+head, H = K G query heads, D features of the model or of a head, F hidden features, V vocabulary.
 Numerics: norm statistics, rotary angles, softmax and logits are float32; all else is `dtype`.
 """
 
@@ -107,16 +107,16 @@ PRESETS: dict[str, DecoderConfig] = {
         hidden_dim=2048, max_length=4096, tied=True, dtype="bfloat16",
     ),
     "1b": DecoderConfig(
-        vocab_size=32_768, num_layers=16, embed_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128,
-        hidden_dim=8192, max_length=4096, rope_base=500_000.0, tied=True, scan_layers=True,
-        dtype="bfloat16",
+        vocab_size=32_768, num_layers=16, embed_dim=2048, num_heads=16, num_kv_heads=8,
+        head_dim=128, hidden_dim=8192, max_length=4096, rope_base=500_000.0, tied=True,
+        scan_layers=True, dtype="bfloat16",
     ),
 }  # fmt: skip
 """Model shapes by name; `tiny` trains in minutes on two CPU cores, `1b` wants a large GPU.
 
-On the King James text, `tiny` reaches 1.45 nats per byte in 300 steps of 16 sequences of 128 bytes with
-`optax.contrib.muon` (rate 0.02, 50 steps of warm-up, cosine decay, weight decay 0.1, gradients clipped
-at norm 1), where AdamW (rate 3e-3) reaches 1.74. A step takes about 0.2 s on two cores.
+On the King James text, `tiny` reaches 1.45 nats per byte in 300 steps of 16 sequences of 128 bytes
+with `optax.contrib.muon` (rate 0.02, 50 steps of warm-up, cosine decay, weight decay 0.1, gradients
+clipped at norm 1), where AdamW (rate 3e-3) reaches 1.74. A step takes about 0.2 s on two cores.
 """
 
 
@@ -273,11 +273,11 @@ def num_params(model: nnx.Module) -> int:
 
 
 def flops_per_token(config: DecoderConfig, length: int) -> float:
-    """Returns the floating-point operations of one training step per token, a multiply-add being two.
+    """Returns the floating-point operations of a training step per token; a multiply-add is two.
 
-    Six per parameter that takes part in a matrix product (two forward, four backward), and as many for
-    causal attention, where a query meets `(length + 1) / 2` keys on average. Counted so for MFU:
-    recomputation and elementwise work are not useful work.
+    Six per parameter that takes part in a matrix product (two forward, four backward), and as many
+    for causal attention, where a query meets `(length + 1) / 2` keys on average. Counted so for
+    MFU: recomputation and elementwise work are not useful work.
     """
     c = config
     attention = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)

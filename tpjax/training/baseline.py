@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What counting reaches: an n-gram model of bytes, the line a trained model has to get under.
 
-Witten-Bell interpolation. With `c(h b)` the times that byte b followed context h in the training part and
-`t(h)` how many different bytes did,
+Witten-Bell interpolation. With `c(h b)` the times that byte b followed context h in the training
+part and `t(h)` how many different bytes did,
 
     p(b | h) = (c(h b) + t(h) p(b | h')) / (c(h) + t(h)),      h' = h without its oldest byte,
 
@@ -32,18 +32,20 @@ class Baseline:
     smoothing: str = "interpolated Witten-Bell"
 
     def __str__(self) -> str:
-        return f"{self.order}-gram counts ({self.smoothing}): {self.nats_per_byte:.3f} nats per byte"
+        return (
+            f"{self.order}-gram counts ({self.smoothing}): {self.nats_per_byte:.3f} nats per byte"
+        )
 
 
 def ngram_baseline(
-    train: UInt8[np.ndarray, "N"], validation: UInt8[np.ndarray, "M"], order: int = 4
+    train: UInt8[np.ndarray, " N"], validation: UInt8[np.ndarray, " M"], order: int = 4
 ) -> Baseline:
-    """Returns the loss on `validation`, which follows `train` in the text, of counts made on `train`.
+    """Returns the loss on `validation`, the text's end, of counts made on `train` before it.
 
     The first bytes of `validation` are predicted from the last of `train`.
 
     Raises:
-        ValueError: a part is too short, or `order` is not in 1 to 8.
+      ValueError: a part is too short, or `order` is not in 1 to 8.
     """
     if not 1 <= order <= MAX_ORDER:
         raise ValueError(message("ngram_baseline", "order", f"1 to {MAX_ORDER}", order))
@@ -70,7 +72,7 @@ def ngram_baseline(
     return Baseline(order, float(-np.mean(np.log(probability))))
 
 
-def _grams(text: UInt8[np.ndarray, "N"], length: int) -> UInt64[np.ndarray, "N-length+1"]:
+def _grams(text: UInt8[np.ndarray, " N"], length: int) -> UInt64[np.ndarray, " N-length+1"]:
     """Returns each run of `length` bytes as an integer, the newest byte lowest."""
     count = text.size - length + 1
     grams = np.zeros(count, np.uint64)
@@ -80,6 +82,6 @@ def _grams(text: UInt8[np.ndarray, "N"], length: int) -> UInt64[np.ndarray, "N-l
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """Returns the value of each key asked for in the sorted `keys`, 0 where it is not among them."""
+    """Returns the value of each key asked for in the sorted `keys`, 0 for a key not there."""
     place = np.minimum(np.searchsorted(keys, asked), keys.size - 1)
     return np.where(keys[place] == asked, values[place], 0)

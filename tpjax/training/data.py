@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to train on, as bytes, and batches of it addressed by a global sample index.
 
-`SOURCES` names the texts that need no download; any text file or folder of text files is one too. The
-token of a byte is its value, so a loss is in nats per byte and compares across texts and models.
+`SOURCES` names the texts that need no download; any text file or folder of text files is one too.
+The token of a byte is its value, so a loss is in nats per byte.
 """
 
 import importlib.metadata
@@ -31,8 +31,8 @@ SEPARATOR = "\n\n"
 class Split(NamedTuple):
     """The two parts of a text: the beginning to train on, the end to validate on."""
 
-    train: UInt8[np.ndarray, "N"]
-    validation: UInt8[np.ndarray, "M"]
+    train: UInt8[np.ndarray, " N"]
+    validation: UInt8[np.ndarray, " M"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Corpus:
 
     name: str
     description: str
-    data: UInt8[np.ndarray, "N"]
+    data: UInt8[np.ndarray, " N"]
     num_documents: int
     skipped: tuple[str, ...] = ()
     """What of the source was left out: "3 files: not UTF-8 text"."""
@@ -55,7 +55,7 @@ class Corpus:
         """Returns both parts, each at least one window of `length` tokens and the next one.
 
         Raises:
-            ValueError: the text is too short for that.
+          ValueError: the text is too short for that.
         """
         cut = self.data.size - int(self.data.size * VALIDATION_FRACTION)
         parts = Split(self.data[:cut], self.data[cut:])
@@ -77,12 +77,12 @@ class Source(NamedTuple):
 def load_text(source: str | os.PathLike[str] = "kjv") -> Corpus:
     """Returns the text named in `SOURCES`, or that of the file or folder at the path `source`.
 
-    A name wins over a path of the same spelling: write `./kjv` for a folder called kjv. Of a folder,
-    all files below that are UTF-8 text are read, in the order of their paths; hidden ones are not.
+    A name wins over a path of the same spelling: write `./kjv` for a folder called kjv. Of a
+    folder, all files that are UTF-8 text are read, in the order of their paths, hidden ones not.
 
     Raises:
-        FileNotFoundError: there is no such name or path, or the package with the text is not installed.
-        ValueError: the file, or all of the folder, holds no text.
+      FileNotFoundError: no such name or path, or the package with the text is not installed.
+      ValueError: the file, or all of the folder, holds no text.
     """
     name = os.fspath(source)
     if name in SOURCES:
@@ -149,7 +149,7 @@ def _read_all(paths: Iterable[Path], skipped: Counter[str]) -> list[str]:
 
 
 def _walk(folder: Path, skipped: Counter[str], leave_out: Iterable[str] = ()) -> list[Path]:
-    """Returns the files under `folder`, sorted; hidden ones are counted, links to folders not taken."""
+    """Returns the files under `folder`, sorted, without hidden ones and links to folders."""
     found = []
     for root, folders, files in os.walk(folder):
         hidden = [name for name in files if name.startswith(".")]
@@ -171,7 +171,7 @@ def _load_folder(folder: Path) -> Corpus:
 
 
 def _packaged(package: str, path: str, install: str) -> tuple[str, Path]:
-    """Returns the version of an installed package and where its file or folder lies; imports nothing."""
+    """Returns an installed package's version and where its file lies, importing nothing."""
     must, remedy = "installed for this text", f"Install it: {install}"
     try:
         distribution = importlib.metadata.distribution(package)
@@ -242,8 +242,8 @@ def _mix(x: np.ndarray, key: np.uint64) -> np.ndarray:
 def permute(index: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
     """Returns where a permutation of `range(size)` chosen by `seed` sends each of `index`.
 
-    A Feistel network on the next even power of two, walked until it lands inside: no table, the same on
-    every machine and with every version of NumPy.
+    A Feistel network on the next even power of two, walked until it lands inside: no table, the
+    same on every machine and with every version of NumPy.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -263,12 +263,13 @@ def permute(index: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
 class Batches:
     """Windows of a text in shuffled order, any of them at once by its global sample index.
 
-    Sample `i` is a window of `length + 1` bytes (input and target overlap by all but one) at a multiple of
-    `length`. Epoch `i // num_windows` has its own order, and visits every window once. There is no state:
-    a run that stopped after `n` samples goes on with `batch(n)`, on however many devices or processes.
+    Sample `i` is a window of `length + 1` bytes (input and target overlap by all but one) at a
+    multiple of `length`. Epoch `i // num_windows` has its own order, and visits every window once.
+    There is no state: a run that stopped after `n` samples goes on with `batch(n)`, on however many
+    devices or processes.
     """
 
-    data: UInt8[np.ndarray, "N"]
+    data: UInt8[np.ndarray, " N"]
     batch_size: int
     length: int
     seed: int = 0
@@ -289,7 +290,7 @@ class Batches:
         return (self.data.size - 1) // self.length
 
     def samples(self, index: np.ndarray) -> Int32[np.ndarray, "B T+1"]:
-        """Returns the samples with these global indices: a process asks for its own rows of a batch."""
+        """Returns the samples with these global indices, such as one process's rows of a batch."""
         epoch, place = np.divmod(np.asarray(index, np.int64), self.num_windows)
         window = np.empty_like(place)
         for e in np.unique(epoch):
