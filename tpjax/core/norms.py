@@ -7,9 +7,9 @@
 
 Letters: B batch (any leading axes), D features of a row; the means are over D.
 
-Numerics, of these and of every implementation: x, scale and bias are widened to float32 (float64 where
-x is float64); everything, the product with scale and the sum with bias included, is computed so; the
-result is rounded once, to x's dtype. The variance is centred, never E[x^2] - E[x]^2.
+Numerics, of these and of every implementation: x, scale and bias are widened to float32 (float64
+where x is float64); everything, the product with scale and the sum with bias included, is computed
+so; the result is rounded once, to x's dtype. The variance is centred, never E[x^2] - E[x]^2.
 
 Source: Zhang and Sennrich 2019, equation 4 (RMSNorm); Ba, Kiros and Hinton 2016, equation 3.
 """

@@ -8,10 +8,11 @@ Loaded at first use: `import tpjax` brings no kernel.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tpjax.pallas.attention.entry import flash_attention
     from tpjax.pallas.norms.entry import layer_norm, rms_norm
     from tpjax.pallas.ops import OPS
 
-__all__ = ["OPS", "layer_norm", "rms_norm"]
+__all__ = ["OPS", "flash_attention", "layer_norm", "rms_norm"]
 
 
 def __getattr__(name: str) -> Any:
