@@ -11,8 +11,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core as _core
+from jax._src import literals as _literals
 from jax._src import source_info_util as _source
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as jex
 
 Jaxpr = jex.Jaxpr
@@ -156,3 +159,108 @@ def count_equations(jaxpr: Jaxpr) -> int:
         for eqn in body.eqns:
             stack.extend(subjaxprs(eqn))
     return count
+
+
+def literal(value: np.ndarray, aval: Any) -> Literal:
+    """Returns the value, an array or a scalar, as an operand that equations may hold."""
+    assert value.shape == aval.shape and value.dtype == aval.dtype, (value, aval)
+    return Literal(_literals.TypedNdArray(value, aval), aval)
+
+
+def must_stay(eqn: Equation) -> bool:
+    """Returns whether the equation does something besides computing its results."""
+    if eqn.primitive.name == "free_ref":
+        return True
+    return any(not _partial_eval.dceable_effects.contains(effect) for effect in eqn.effects)
+
+
+def lasting_effects(jaxpr: Jaxpr) -> frozenset[str]:
+    """Returns the kinds of effects of the equations that must stay, those of bodies included."""
+    kinds: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if must_stay(eqn):
+            kinds.update(type(effect).__name__ for effect in eqn.effects)
+    return frozenset(kinds)
+
+
+def is_array(aval: Any) -> bool:
+    """Returns whether the type is an ordinary array's: not a reference, a token or a PRNG key's."""
+    return isinstance(aval, _core.ShapedArray) and not jax.dtypes.issubdtype(
+        aval.dtype, jax.dtypes.extended
+    )
+
+
+def is_local(aval: Any) -> bool:
+    """Returns whether an array of this type is placed nowhere in particular: no mesh, default memory."""
+    return is_array(aval) and aval is _core.ShapedArray(
+        aval.shape, aval.dtype, weak_type=aval.weak_type
+    )
+
+
+def edited(jaxpr: Jaxpr, eqns: list[Equation], outvars: list[Any]) -> Jaxpr:
+    """Returns the jaxpr with other equations and results; effects and the names of arguments stay."""
+    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
+
+
+def narrowed(jaxpr: Jaxpr, eqns: list[Equation], ins: list[bool], outs: list[bool]) -> Jaxpr:
+    """Returns the jaxpr with other equations and only the inputs and results marked True.
+
+    Constants that nothing reads are left out too. An input that an effect names must be kept.
+    """
+    result = [v for v, keep in zip(jaxpr.outvars, outs, strict=True) if keep]
+    read = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)}
+    read.update(v for v in result if isinstance(v, Var))
+    read.update(getattr(effect, "input", None) for effect in jaxpr.effects)
+    pairs = zip(jaxpr.constvars, jaxpr.consts, strict=True)
+    kept = [(var, value) for var, value in pairs if var in read]
+    names = jaxpr.debug_info
+    return jaxpr.replace(
+        constvars=[var for var, _ in kept],
+        consts=[value for _, value in kept],
+        invars=[v for v, keep in zip(jaxpr.invars, ins, strict=True) if keep],
+        outvars=result,
+        eqns=eqns,
+        debug_info=names._replace(
+            arg_names=names.filter_arg_names(ins), result_paths=names.filter_result_paths(outs)
+        ),
+    )
+
+
+_BY_INPUT = {"jit": ("in_shardings", "in_layouts", "donated_invars"), "shard_map": ("in_specs",)}
+_BY_OUTPUT = {"jit": ("out_shardings", "out_layouts"), "shard_map": ("out_specs",)}
+
+
+def narrowed_call(eqn: Equation, bodies: list[Jaxpr], ins: list[bool], outs: list[bool]) -> Equation:
+    """Returns the equation with narrowed bodies, for the operands and results marked True.
+
+    `ins` is in the order of the equation's operands, as `outs` is in that of its results.
+    """
+    name = "jit" if eqn.primitive.name == "pjit" else eqn.primitive.name
+    eqn = with_subjaxprs(eqn, bodies)
+    params = eqn.params
+    for key in _BY_INPUT.get(name, ()):
+        params[key] = _keep(params[key], ins)
+    for key in _BY_OUTPUT.get(name, ()):
+        params[key] = _keep(params[key], outs)
+    if name == "scan":
+        params["ft_in"] = params["ft_in"].filter_with_mask(ins)
+        params["ft_out"] = params["ft_out"].filter_with_mask(outs)
+    if name == "while":
+        cond, body = params["cond_nconsts"], params["body_nconsts"]
+        params["cond_nconsts"] = sum(ins[:cond])
+        params["body_nconsts"] = sum(ins[cond : cond + body])
+    if isinstance(params.get("prevent_cse"), tuple):
+        params["prevent_cse"] = _keep(params["prevent_cse"], ins)
+    return eqn.replace(
+        invars=list(_keep(eqn.invars, ins)), outvars=list(_keep(eqn.outvars, outs)), params=params
+    )
+
+
+def _keep(values: Any, keep: list[bool]) -> tuple[Any, ...]:
+    return tuple(v for v, k in zip(values, keep, strict=True) if k)
+
+
+def loop_parts(eqn: Equation) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants, and how many are carried."""
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)

@@ -1,0 +1,158 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The passes in running order, and the function that runs them.
+
+A failure of a pass never costs the user their program: the pass is left out and a warning names it. Only
+`verify=True` turns that into an error.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+from tpjax.core import _jax
+from tpjax.core.errors import message
+from tpjax.stax_passes.dead import drop_dead_code
+from tpjax.stax_passes.report import Report
+from tpjax.stax_passes.sweep import Pass
+
+MAX_ROUNDS = 16
+"""Rounds in which the passes of a group must stop finding anything."""
+
+CLEAN_UP: tuple[Pass, ...] = (drop_dead_code,)
+"""The exact passes, a group: repeated until none of them finds anything."""
+
+PASSES: tuple[Pass | tuple[Pass, ...], ...] = (
+    CLEAN_UP,
+    # the rewriting passes stand here: fuse_attention, fuse_norm
+    CLEAN_UP,
+)
+"""The passes in running order; a tuple among them is a group, repeated until it settles."""
+
+
+def optimize(
+    jaxpr: _jax.Jaxpr,
+    passes: Sequence[Pass | tuple[Pass, ...]] = PASSES,
+    *,
+    verify: bool = False,
+) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
+    """Rewrites a jaxpr by the passes, in order, and reports what each did.
+
+    Args:
+      jaxpr: what `jax.make_jaxpr` returns.
+      passes: pure functions from a jaxpr to a jaxpr and a `Report`, in any order; leave one out to
+        disable it. A tuple among them is a group, repeated until none of its passes reports a hit.
+      verify: check types after each pass rather than once at the end, and raise where a pass fails
+        rather than going on without it.
+
+    Returns:
+      The rewritten jaxpr, with the same inputs, results and effects; and one report for each pass, the
+      rounds of a group added up.
+
+    Raises:
+      ValueError: a group does not settle; the message names the pass.
+      RuntimeError: under `verify`, a pass raised or made an ill-typed jaxpr; the message names it.
+
+    Example:
+      >>> jaxpr = jax.make_jaxpr(lambda x: (x * 1.0) * 3.0)(2.0)
+      >>> optimized, reports = optimize(jaxpr)
+      >>> len(jaxpr.eqns), len(optimized.eqns)
+      (2, 1)
+    """
+    result, reports = _run(jaxpr, passes, checked=verify, verify=verify)
+    if not verify and result is not jaxpr and _fault(jaxpr, result) is not None:
+        # Some pass broke the types. Which one is found by looking after each: rare, so paid only now.
+        result, reports = _run(jaxpr, passes, checked=True, verify=False)
+    return result, reports
+
+
+def _run(
+    jaxpr: _jax.Jaxpr, passes: Sequence[Pass | tuple[Pass, ...]], *, checked: bool, verify: bool
+) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
+    reports: list[Report] = []
+    for entry in passes:
+        group, rounds = (entry, MAX_ROUNDS) if isinstance(entry, tuple) else ((entry,), 1)
+        seen: list[list[Report]] = [[] for _ in group]
+        failed: set[int] = set()
+        for _ in range(rounds):
+            restless = None
+            for i, run in enumerate(group):
+                if i in failed:
+                    continue
+                result, report, fault = _step(jaxpr, run, checked=checked, verify=verify)
+                if fault is not None:
+                    failed.add(i)
+                    _warn(run, fault)
+                jaxpr = result
+                seen[i].append(report)
+                restless = _name(run) if report.hits else restless
+            if restless is None:
+                break
+        else:
+            if rounds > 1:
+                raise ValueError(_never_settles(restless))
+        reports.extend(_added_up(*pair) for pair in zip(group, seen, strict=True))
+    return jaxpr, tuple(reports)
+
+
+def _step(
+    jaxpr: _jax.Jaxpr, run: Pass, *, checked: bool, verify: bool
+) -> tuple[_jax.Jaxpr, Report, str | None]:
+    """Runs one pass; returns the jaxpr as it was, and the reason, if the pass fails."""
+    try:
+        result, report = run(jaxpr)
+        fault = _fault(jaxpr, result) if checked and result is not jaxpr else None
+    except Exception as error:
+        if verify:
+            raise RuntimeError(f"optimize: the pass {_name(run)} raised {error!r}.") from error
+        fault = f"it raised {type(error).__name__}: {error}"
+    else:
+        if fault is None:
+            return result, report, None
+        if verify:
+            raise RuntimeError(f"optimize: the pass {_name(run)} broke the program: {fault}")
+    count = _jax.count_equations(jaxpr)
+    return jaxpr, Report(_name(run), (), (), count, count), fault
+
+
+def _warn(run: Pass, fault: str) -> None:
+    warnings.warn(
+        f"optimize: the pass {_name(run)} is left out: {fault}. The program runs as it was before it.",
+        stacklevel=4,
+    )
+
+
+def _never_settles(name: str | None) -> str:
+    must = f"without hits after {MAX_ROUNDS} rounds"
+    remedy = "A pass of a group reports hits only for what it changed; another belongs outside a group."
+    return message("optimize", f"the group with {name}", must, f"another hit of {name}", remedy)
+
+
+def _fault(before: _jax.Jaxpr, after: _jax.Jaxpr) -> str | None:
+    """Returns in words what makes `after` no possible rewrite of `before`, or None."""
+    for what in ("in_avals", "out_avals"):
+        old, new = getattr(before, what), getattr(after, what)
+        if old != new:
+            return f"{what} changed from {old} to {new}"
+    gone = _jax.lasting_effects(before) - _jax.lasting_effects(after)
+    if gone:
+        return f"it dropped effects: {', '.join(sorted(gone))}"
+    try:
+        _jax.check(after)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def _added_up(run: Pass, history: list[Report]) -> Report:
+    """Returns one report for the rounds of a pass; near misses are those of the last round."""
+    return Report(
+        _name(run),
+        tuple(hit for report in history for hit in report.hits),
+        history[-1].near_misses,
+        history[0].equations_before,
+        history[-1].equations_after,
+    )
+
+
+def _name(run: Pass) -> str:
+    return getattr(run, "__name__", type(run).__name__)

@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""One walk over a jaxpr and the bodies in it, in which an exact pass edits equations one at a time.
+
+A pass gives `edit(level, eqn)`: it returns the equation to put there, or None once every result has
+been replaced by a value that exists already. Bodies (jit, scan, while, cond, checkpoint, shard_map) are
+walked before the equation that holds them; a body that stands in several places is walked once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpjax.core import _jax
+from tpjax.stax_passes.report import Hit, NearMiss, Report
+
+Pass = Callable[[_jax.Jaxpr], tuple[_jax.Jaxpr, Report]]
+"""A pure function from a jaxpr to one that computes the same, and the report of what it did."""
+
+Atom = Any
+"""An operand: a variable or a literal."""
+
+
+@dataclass
+class Log:
+    """What a pass did so far, over all levels."""
+
+    hits: list[Hit] = field(default_factory=list)
+    near_misses: list[NearMiss] = field(default_factory=list)
+
+    def hit(self, rule: str, eqn: _jax.Equation) -> None:
+        """Notes that the rule fired at the equation."""
+        self.hits.append(Hit(rule, _jax.source_of(eqn)))
+
+    def near_miss(self, rule: str, eqn: _jax.Equation, reason: str) -> None:
+        """Notes that the rule almost fired at the equation, and why it did not."""
+        self.near_misses.append(NearMiss(rule, _jax.source_of(eqn), reason))
+
+    def report(self, name: str, before: _jax.Jaxpr, after: _jax.Jaxpr) -> Report:
+        """Returns the report of the pass `name`."""
+        count = _jax.count_equations(before)
+        remaining = count if after is before else _jax.count_equations(after)
+        return Report(name, tuple(self.hits), tuple(self.near_misses), count, remaining)
+
+
+class Level:
+    """One jaxpr that is being edited: what stands for what, and which equation makes what."""
+
+    def __init__(self, jaxpr: _jax.Jaxpr, log: Log) -> None:
+        """Starts with nothing replaced."""
+        self.jaxpr, self.log = jaxpr, log
+        self.made: dict[_jax.Var, _jax.Equation] = {}
+        """The equation, as edited, that makes a variable."""
+        self._instead: dict[_jax.Var, Atom] = {}
+        self._uses: dict[_jax.Var, int] | None = None
+
+    def replace(self, var: _jax.Var, atom: Atom) -> None:
+        """Makes every later reader of `var` read `atom`, which must have the same type."""
+        assert var.aval is atom.aval or var.aval == atom.aval, (var.aval, atom.aval)
+        self._instead[var] = atom
+
+    def current(self, atom: Atom) -> Atom:
+        """Returns what stands for the operand now."""
+        return self._instead.get(atom, atom) if isinstance(atom, _jax.Var) else atom
+
+    def maker(self, atom: Atom) -> _jax.Equation | None:
+        """Returns the equation of this level that makes the operand, or None."""
+        return self.made.get(atom) if isinstance(atom, _jax.Var) else None
+
+    def uses(self, var: _jax.Var) -> int:
+        """Returns how often this level read the variable before it was edited."""
+        if self._uses is None:
+            self._uses = {}
+            for atom in self.jaxpr.outvars:
+                self._count(atom)
+            for eqn in self.jaxpr.eqns:
+                for atom in eqn.invars:
+                    self._count(atom)
+        return self._uses.get(var, 0)
+
+    def _count(self, atom: Atom) -> None:
+        assert self._uses is not None
+        if isinstance(atom, _jax.Var):
+            self._uses[atom] = self._uses.get(atom, 0) + 1
+
+
+Edit = Callable[[Level, _jax.Equation], "_jax.Equation | None"]
+
+
+def sweeping_pass(name: str, summary: str, start: Callable[[Level], Edit]) -> Pass:
+    """Returns the pass that walks every level once.
+
+    Args:
+      name: the pass's name in reports.
+      summary: the first line of its docstring.
+      start: returns the edit of one level, with whatever it remembers of that level.
+    """
+
+    def run(jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Report]:
+        log = Log()
+        result = _walk(jaxpr, start, log, {})
+        return result, log.report(name, jaxpr, result)
+
+    run.__name__ = run.__qualname__ = name
+    run.__doc__ = summary
+    return run
+
+
+def _walk(
+    jaxpr: _jax.Jaxpr, start: Callable[[Level], Edit], log: Log, done: dict[int, Any]
+) -> _jax.Jaxpr:
+    if id(jaxpr) in done:
+        return done[id(jaxpr)][1]
+    level = Level(jaxpr, log)
+    edit = start(level)
+    eqns: list[_jax.Equation] = []
+    same = True
+    for old in jaxpr.eqns:
+        operands = [level.current(atom) for atom in old.invars]
+        changed = any(a is not b for a, b in zip(operands, old.invars, strict=True))
+        eqn = old.replace(invars=operands) if changed else old
+        bodies = _jax.subjaxprs(eqn)
+        if bodies:
+            walked = [_walk(body, start, log, done) for body in bodies]
+            if any(a is not b for a, b in zip(walked, bodies, strict=True)):
+                eqn = _jax.with_subjaxprs(eqn, walked)
+        new = edit(level, eqn)
+        same = same and new is old
+        if new is not None:
+            eqns.append(new)
+            for var in new.outvars:
+                level.made[var] = new
+    outvars = [level.current(atom) for atom in jaxpr.outvars]
+    same = same and all(a is b for a, b in zip(outvars, jaxpr.outvars, strict=True))
+    result = jaxpr if same else _jax.edited(jaxpr, eqns, outvars)
+    done[id(jaxpr)] = (jaxpr, result)  # the key is an id: the jaxpr must live as long
+    return result
