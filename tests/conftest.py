@@ -7,7 +7,7 @@ Several devices: `tests.harness.run_python(source, devices=4)`.
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -39,11 +39,15 @@ def _gpu_is_there(request: pytest.FixtureRequest) -> None:
         jax.devices("cuda")
 
 
-@pytest.fixture(autouse=True)
-def _strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Forbids implicit dtype promotion in the tests of the rooms that state their own dtypes."""
+def promotion_of(room: str) -> AbstractContextManager:
+    """Returns the context in which the tests of a room run: strict where it states its dtypes."""
     import jax
 
-    room = request.path.relative_to(Path(__file__).parent).parts[0]
-    with jax.numpy_dtype_promotion("strict") if room in STRICT_ROOMS else nullcontext():
+    return jax.numpy_dtype_promotion("strict") if room in STRICT_ROOMS else nullcontext()
+
+
+@pytest.fixture(autouse=True)
+def _strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forbids implicit dtype promotion in the tests of the strict rooms."""
+    with promotion_of(request.path.relative_to(Path(__file__).parent).parts[0]):
         yield
