@@ -181,8 +181,8 @@ def _emit(
     operands = {root: match.operands for root, (_, match) in matches.items()}
     read = {value for match in operands.values() for value in match}
     interior = {value for _, match in matches.values() for value in match.interior}
-    touched = {graph.producer[v] for v in (*read, *interior, *operands) if v in graph.producer}
-    order = live(graph, list(units(graph, touched | set(bodies))), operands)
+    touched = {graph.producer[v] for v in (*interior, *operands) if v in graph.producer}
+    order = live(graph, list(units(graph, touched | set(bodies), read)), operands)
     swapped = {id(graph.nodes[index]): eqn for index, eqn in bodies.items()}
     hits: list[Hit] = []
 

@@ -19,80 +19,11 @@ import numpy as np
 from tpjax.pallas import flash_attention
 from tpjax.stax_passes.axes import Axes, Layout
 from tpjax.stax_passes.engine import Match, Recogniser, rewriting_pass
-from tpjax.stax_passes.graph import MOVES, Graph, Node
+from tpjax.stax_passes.graph import Graph, Node
 from tpjax.stax_passes.masks import Band, band_of
+from tpjax.stax_passes.operands import HALF, Operand, common_dtype, operand_of, unrepeat
 from tpjax.stax_passes.scores import MASKED, Part, Scores, Unknown
-
-HALF = (jnp.bfloat16, jnp.float16)
-
-
-@dataclass
-class _Softmax:
-    """A softmax, read: its argument, its result, its axis, and the values between."""
-
-    scores: int
-    weights: int
-    axis: int
-    inside: set[int]
-
-
-def _softmax(graph: Graph, exp: Node) -> "_Softmax | None":
-    """Returns the softmax around the exponential, or None."""
-    value, inside = exp.outs[0], {exp.outs[0]}
-    for total in _sums(graph, value):
-        axes = tuple(total.eqn.params["axes"])
-        for divided in _divisions(graph, value, total):
-            if len(axes) != 1 or graph.shape(divided.outs[0]) != graph.shape(value):
-                continue
-            scores = _without_max(graph, exp.ins[0], axes[0], inside)
-            for step in (divided.ins[0], divided.ins[1]):
-                while step != value and (node := graph.node_of(step)) is not None:
-                    inside.add(step)
-                    step = node.ins[0]
-            inside.add(divided.outs[0])
-            return _Softmax(scores, divided.outs[0], axes[0], inside)
-    return None
-
-
-def _sums(graph: Graph, value: int) -> list[Node]:
-    """Returns the sums over the value, or over casts of it."""
-    found = []
-    for user in graph.users_of(value):
-        if user.name == "reduce_sum":
-            found.append(user)
-        elif user.name == "convert_element_type":
-            found.extend(_sums(graph, user.outs[0]))
-    return found
-
-
-def _divisions(graph: Graph, value: int, total: Node) -> list[Node]:
-    """Returns the divisions of the value by its sum."""
-    stack, found = [value], []
-    while stack:
-        for user in graph.users_of(stack.pop()):
-            if user.name == "convert_element_type":
-                stack.append(user.outs[0])
-            elif user.name == "div" and graph.peel_moves(user.ins[1]) == total.outs[0]:
-                found.append(user)
-    return found
-
-
-def _without_max(graph: Graph, value: int, axis: int, inside: set[int]) -> int:
-    """Returns the scores before the maximum was subtracted, for numerical stability, from them."""
-    node = graph.made_by(value, "sub")
-    if node is None:
-        return value
-    steps, step = {value}, node.ins[1]
-    while (made := graph.made_by(step, "max", "reduce_max", *MOVES)) is not None:
-        steps.add(step)
-        if made.name == "reduce_max":
-            if tuple(made.eqn.params["axes"]) != (axis,) or made.ins[0] != node.ins[0]:
-                return value
-            inside |= steps
-            return node.ins[0]
-        low = [v for v in made.ins if graph.scalar(v) != -np.inf]
-        step = low[0] if made.name == "max" else made.ins[0]
-    return value
+from tpjax.stax_passes.softmax import Softmax, softmax_around
 
 
 @dataclass
@@ -162,75 +93,6 @@ def _product(
 
 
 @dataclass
-class _Operand:
-    """One of query, key, value: the value to read, and its layout."""
-
-    value: int
-    layout: Layout
-
-
-def _operand(graph: Graph, axes: Axes, value: int, layout: Layout) -> _Operand:
-    """Follows an operand back through transposes, which the operator's own layout makes again."""
-    while (node := graph.made_by(value, "transpose")) is not None:
-        order = tuple(node.eqn.params["permutation"])
-        layout = axes.keep(layout[order.index(i)] for i in range(len(order)))
-        value = node.ins[0]
-    return _Operand(value, layout)
-
-
-def _repeated(graph: Graph, operand: _Operand) -> "tuple[int, int, int] | None":
-    """Returns (base, axis, repeats) where key or value heads were repeated along an axis."""
-    node = graph.made_by(operand.value, "reshape")
-    spread = None if node is None else graph.made_by(node.ins[0], "broadcast_in_dim")
-    if spread is None:
-        return None
-    shape, wide = graph.shape(operand.value), graph.shape(spread.outs[0])
-    dims = tuple(spread.eqn.params["broadcast_dimensions"])
-    source = graph.shape(spread.ins[0])
-    given = {i for i, n in zip(dims, source, strict=True) if n == wide[i]}
-    for axis in range(len(shape)):
-        merged = (
-            *shape[:axis],
-            wide[axis],
-            wide[axis + 1] if axis + 1 < len(wide) else 0,
-            *shape[axis + 1 :],
-        )
-        if merged == wide and set(range(len(wide))) - given == {axis + 1}:
-            return spread.ins[0], axis, wide[axis + 1]
-    return None
-
-
-def _unrepeat(graph: Graph, axes: Axes, key: _Operand, value: _Operand) -> None:
-    """Reads grouped-query attention: repeated heads of key and value become the heads they were."""
-    found = [f for f in (_repeated(graph, operand) for operand in (key, value)) if f is not None]
-    if len(found) != 2:
-        return
-    heads = [op.layout[f[1]] for op, f in zip((key, value), found, strict=True)]
-    if found[0][2] != found[1][2] or heads[0] != heads[1] or len(heads[0]) != 1:
-        return
-    _, group = axes.split(heads[0][0], axes.sizes[heads[0][0]] // found[0][2])
-    for operand, repeat in zip((key, value), found, strict=True):
-        operand.layout = axes.keep([a for a in axis if a != group] for axis in operand.layout)
-        operand.value = repeat[0]
-        shape = graph.shape(repeat[0])
-        if len(shape) != len(
-            operand.layout
-        ):  # the repeated axis stood in the source with length one
-            operand.layout.insert(repeat[1] + 1, [])
-
-
-def _cast(graph: Graph, operands: tuple[_Operand, ...]) -> np.dtype:
-    """Follows the operands back through upcasts from half precision; returns the dtype to use."""
-    peeled = [graph.peel(o.value, "convert_element_type") for o in operands]
-    dtypes = {graph.dtype(v) for v in peeled}
-    if len(dtypes) == 1 and next(iter(dtypes)) in HALF:
-        for operand, value in zip(operands, peeled, strict=True):
-            operand.value = value
-        return next(iter(dtypes))
-    return np.dtype(jnp.result_type(*(graph.dtype(o.value) for o in operands)))
-
-
-@dataclass
 class _Roles:
     """The atoms of the operator's axes; a query head is a key head and a place in its group."""
 
@@ -263,7 +125,7 @@ def _atoms(layout: Layout) -> list[int]:
 
 
 def _roles(
-    axes: Axes, query: _Operand, key: _Operand, value: _Operand, keys: list[int], width: list[int],
+    axes: Axes, query: Operand, key: Operand, value: Operand, keys: list[int], width: list[int],
     features: int, masks: list[Part],
 ) -> _Roles:  # fmt: skip
     shared = [a for a in _atoms(key.layout) if a not in (*keys, *width)]
@@ -337,7 +199,7 @@ def _both(a: Band, b: Band) -> Band:
 
 
 def _extract(graph: Graph, exp: Node) -> "Match | str | None":
-    softmax = _softmax(graph, exp)
+    softmax = softmax_around(graph, exp)
     if softmax is None:
         return None
     axes = Axes()
@@ -354,13 +216,13 @@ def _extract(graph: Graph, exp: Node) -> "Match | str | None":
 
 
 def _attention(
-    graph: Graph, softmax: _Softmax, scores: Scores, side: _Side, keys: list[int]
+    graph: Graph, softmax: Softmax, scores: Scores, side: _Side, keys: list[int]
 ) -> Match:
     axes = scores.axes
     query, key, width = _query_key(graph, scores, scores.walk(), keys)
-    value = _operand(graph, axes, side.value, side.value_layout)
-    _unrepeat(graph, axes, key, value)
-    dtype = _cast(graph, (query, key, value))
+    value = operand_of(graph, axes, side.value, side.value_layout)
+    unrepeat(graph, axes, key, value)
+    dtype = common_dtype(graph, (query, key, value))
     roles = _roles(
         axes, query, key, value, keys, width, side.features, scores.masks + scores.biases
     )
@@ -379,7 +241,7 @@ def _attention(
 
 def _query_key(
     graph: Graph, scores: Scores, node: Node, keys: list[int]
-) -> tuple[_Operand, _Operand, list[int]]:
+) -> tuple[Operand, Operand, list[int]]:
     """Returns query and key with their layouts, from that of their product."""
     axes, layout = scores.axes, scores.layout
     contract, batch = node.eqn.params["dimension_numbers"]
@@ -411,7 +273,7 @@ def _query_key(
             "the keys have an axis of their own besides tokens: heads that queries have not"
         )
     kept = [axes.keep(one) for one in layouts]
-    operands = [_operand(graph, axes, v, one) for v, one in zip(node.ins, kept, strict=True)]
+    operands = [operand_of(graph, axes, v, one) for v, one in zip(node.ins, kept, strict=True)]
     return operands[1 - at], operands[at], width
 
 

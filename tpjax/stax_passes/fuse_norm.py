@@ -98,9 +98,11 @@ class _Reader:
 
     def square_of(self, value: int) -> int | None:
         """Returns v where the value is v squared."""
-        node = self.step(value, "square", "integer_pow", "mul")
+        square = self.graph.peel(value, "convert_element_type")  # sums of bfloat16 run in float32
+        node = self.step(square, "square", "integer_pow", "mul")
         if node is None:
             return None
+        self.inside.add(value)
         squared = {
             "square": True,
             "integer_pow": node.eqn.params.get("y") == 2,
@@ -119,7 +121,7 @@ class _Reader:
         reader = _Reader(graph)
         mean = reader.mean(node.ins[1])
         last = len(graph.shape(value)) - 1
-        if mean is None or mean != (node.ins[0], (last,)):
+        if mean is None or mean[1] != (last,) or not same_array(graph, mean[0], node.ins[0]):
             return None
         self.inside |= reader.inside | {value}
         return node.ins[0]
@@ -154,10 +156,10 @@ def _statistic(reader: _Reader, value: int) -> "_Statistic | str | None":
         x = reader.centred(base)
         if x is None:
             return _Statistic(base, False, eps)
-        return _Statistic(x, _plain(graph, base) != _plain(graph, x), eps)
+        return _Statistic(x, not same_array(graph, base, x), eps)
     first = reader.square_of(reader.moves(difference.ins[1]))
     first = None if first is None else reader.mean(first)
-    if first is None or first != (base, (last,)):
+    if first is None or first[1] != (last,) or not same_array(graph, first[0], base):
         return "the variance is not that of the array whose square is averaged"
     return _Statistic(base, True, eps)
 
@@ -186,13 +188,13 @@ class _Product:
         graph, statistic = self.reader.graph, self.statistic
         peeled = graph.peel(value, "convert_element_type")
         if not statistic.centred:
-            return _plain(graph, peeled) == _plain(graph, statistic.x)
+            return same_array(graph, peeled, statistic.x)
         node = graph.made_by(peeled, "sub")
-        if node is None or _plain(graph, node.ins[0]) != _plain(graph, statistic.x):
+        if node is None or not same_array(graph, node.ins[0], statistic.x):
             return False
         mean = self.reader.mean(node.ins[1])
         self.reader.inside.add(peeled)
-        return mean is not None and _plain(graph, mean[0]) == _plain(graph, statistic.x)
+        return mean is not None and same_array(graph, mean[0], statistic.x)
 
     def _is_vector(self, value: int) -> bool:
         """Whether the value varies along the last axis only."""
@@ -209,6 +211,11 @@ def _plain(graph: Graph, value: int) -> int:
         if node is None or graph.scalar(node.ins[1]) != 0.0:
             return value
         value = node.ins[0]
+
+
+def same_array(graph: Graph, a: int, b: int) -> bool:
+    """Returns whether two values are one array, casts and subtracted zeros aside."""
+    return _plain(graph, a) == _plain(graph, b)
 
 
 def _vector(graph: Graph, value: int, length: int) -> int | None:

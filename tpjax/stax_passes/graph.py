@@ -207,17 +207,19 @@ def build(jaxpr: _jax.Jaxpr) -> Graph:
     return graph
 
 
-def units(graph: Graph, touched: set[int]) -> Iterator[Node]:
+def units(graph: Graph, touched: set[int], read: set[int]) -> Iterator[Node]:
     """Yields what to evaluate, in order: nodes, and whole calls that no rewrite touched.
 
     Args:
       graph: the graph.
-      touched: indices of nodes that a rewrite replaces, or whose results it reads.
+      touched: indices of nodes whose results a rewrite replaces.
+      read: values that a rewrite reads.
     """
     hits = sorted(touched)
 
     def sealed(call: Call) -> bool:
-        return not any(call.start <= i < call.stop for i in hits)
+        hidden = (graph.producer.get(v, -1) for v in read if v not in call.node.outs)
+        return not any(call.start <= i < call.stop for i in (*hits, *hidden))
 
     starts: dict[int, list[Call]] = {}
     for call in graph.calls:  # outermost first: a call is listed before the calls inside it

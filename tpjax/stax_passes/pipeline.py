@@ -2,16 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes in running order, and the function that runs them.
 
-A failure of a pass never costs the user their program: the pass is left out and a warning names it. Only
-`verify=True` turns that into an error.
+A failure of a pass never costs the user their program: the pass is left out and a warning names it.
+Only `verify=True` turns that into an error.
 """
 
 import warnings
 from collections.abc import Sequence
 
 from tpjax.core import _jax
-from tpjax.core.errors import message
+from tpjax.core.errors import UnsupportedError, message
 from tpjax.stax_passes.dead import drop_dead_code
+from tpjax.stax_passes.fuse_attention import fuse_attention
+from tpjax.stax_passes.fuse_norm import fuse_norm
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.sweep import Pass
 
@@ -23,7 +25,8 @@ CLEAN_UP: tuple[Pass, ...] = (drop_dead_code,)
 
 PASSES: tuple[Pass | tuple[Pass, ...], ...] = (
     CLEAN_UP,
-    # the rewriting passes stand here: fuse_attention, fuse_norm
+    fuse_attention,
+    fuse_norm,
     CLEAN_UP,
 )
 """The passes in running order; a tuple among them is a group, repeated until it settles."""
@@ -45,8 +48,8 @@ def optimize(
         rather than going on without it.
 
     Returns:
-      The rewritten jaxpr, with the same inputs, results and effects; and one report for each pass, the
-      rounds of a group added up.
+      The rewritten jaxpr, with the same inputs, results and effects; and one report for each pass,
+      the rounds of a group added up.
 
     Raises:
       ValueError: a group does not settle; the message names the pass.
@@ -60,7 +63,7 @@ def optimize(
     """
     result, reports = _run(jaxpr, passes, checked=verify, verify=verify)
     if not verify and result is not jaxpr and _fault(jaxpr, result) is not None:
-        # Some pass broke the types. Which one is found by looking after each: rare, so paid only now.
+        # A pass broke the types. Looking after each finds it; that is rare, so paid only now.
         result, reports = _run(jaxpr, passes, checked=True, verify=False)
     return result, reports
 
@@ -101,6 +104,8 @@ def _step(
     try:
         result, report = run(jaxpr)
         fault = _fault(jaxpr, result) if checked and result is not jaxpr else None
+    except UnsupportedError:
+        raise  # an implementation that the user asked for by name cannot run: no pass has failed
     except Exception as error:
         if verify:
             raise RuntimeError(f"optimize: the pass {_name(run)} raised {error!r}.") from error
@@ -116,14 +121,16 @@ def _step(
 
 def _warn(run: Pass, fault: str) -> None:
     warnings.warn(
-        f"optimize: the pass {_name(run)} is left out: {fault}. The program runs as it was before it.",
+        f"optimize: the pass {_name(run)} is left out: {fault}. The program runs without it.",
         stacklevel=4,
     )
 
 
 def _never_settles(name: str | None) -> str:
     must = f"without hits after {MAX_ROUNDS} rounds"
-    remedy = "A pass of a group reports hits only for what it changed; another belongs outside a group."
+    remedy = (
+        "A pass of a group reports hits only for what it changed; another belongs outside a group."
+    )
     return message("optimize", f"the group with {name}", must, f"another hit of {name}", remedy)
 
 
