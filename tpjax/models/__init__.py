@@ -17,6 +17,7 @@ from tpjax.models.decoder import (
     next_token_loss,
     num_params,
 )
+from tpjax.models.sampling import sample
 
 
 class Model(NamedTuple):
@@ -39,4 +40,5 @@ __all__ = [
     "flops_per_token",
     "next_token_loss",
     "num_params",
+    "sample",
 ]

@@ -237,7 +237,7 @@ class Decoder(nnx.Module):
         c = self.config
         _check_tokens("Decoder", tokens, c.max_length)
         x = self.embedding[...].astype(c.dtype)[tokens]
-        if c.scan_layers:
+        if isinstance(self.layers, Layer):  # all layers stacked in one
             x, _ = jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)
         else:
             for layer in self.layers:

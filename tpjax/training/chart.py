@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 480, 280
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
+LEFT, RIGHT, TOP, BOTTOM = 58, 16, 14, 46
 MAX_POINTS = 400
 """Longer series are thinned to bucket means: a curve has no more pixels than that."""
 
@@ -50,9 +50,10 @@ def line_chart(
     if not points:
         return ""
     ys = [y for _, y in points] + ([reference.y] if reference else [])
-    x_ticks = ticks(min(x for x, _ in points), max(x for x, _ in points))
+    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    x_ticks = ticks(x_low, x_high)
     y_ticks = ticks(min([0.0, *ys]) if from_zero else min(ys), max(ys))
-    scale = _Scale(min(x for x, _ in points), max(x for x, _ in points), y_ticks[0], y_ticks[-1])
+    scale = _Scale(x_low, x_high, y_ticks[0], y_ticks[-1])
     description = "; ".join(_describe(s) for s in curves)
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
@@ -66,7 +67,7 @@ def line_chart(
         parts += _curve(scale, curve, index)
     legend = [(f"series-{i}", s.name) for i, s in enumerate(curves)]
     legend += [("reference", reference.name)] if reference else []
-    return "".join([*parts, "</svg>", _legend(legend)])
+    return "".join([*parts, "</svg>", _legend(legend) if len(legend) > 1 else ""])
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -86,6 +87,14 @@ def number(value: float) -> str:
     if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def _short(value: float) -> str:
+    """Returns a number that fits beside an axis: 15k, 2.5M."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return number(value)
 
 
 @dataclass(frozen=True)
@@ -131,11 +140,11 @@ def _axes(
         y = scale.y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         where = f'x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end"'
-        parts.append(f"<text {where}>{number(value)}</text>")
+        parts.append(f"<text {where}>{_short(value)}</text>")
     for value in x_ticks:
         if scale.x_low <= value <= scale.x_high:
             where = f'x="{scale.x(value):.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle"'
-            parts.append(f"<text {where}>{number(value)}</text>")
+            parts.append(f"<text {where}>{_short(value)}</text>")
     middle_x, middle_y = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
     where = f'x="{middle_x}" y="{HEIGHT - 8}" text-anchor="middle"'
     parts.append(f'<text class="label" {where}>{escape(x_label)}</text>')

@@ -83,7 +83,8 @@ footer { margin-top: 2.5rem; font-size: 0.85rem; }
 .key { width: 22px; height: 8px; margin-right: 0.4rem; vertical-align: middle; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 0.92rem; }
 th, td { text-align: left; padding: 0.35rem 0.8rem 0.35rem 0; vertical-align: top;
-  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; } thead th { color: var(--soft); }
+  border-bottom: 1px solid var(--line); } td { overflow-wrap: break-word; min-width: 3rem; }
+thead th { color: var(--soft); white-space: nowrap; }
 tbody th { font-weight: 500; } td.number { font-variant-numeric: tabular-nums; }
 code, pre { font-family: ui-monospace, monospace; font-size: 0.88rem; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; padding: 1rem;
@@ -211,7 +212,7 @@ def _cards(
         cards[f"{baseline.order}-gram counts, nats per byte"] = f"{baseline.nats_per_byte:.3f}"
     if baseline is not None and loss is not None and math.isfinite(loss):
         gap = loss - baseline.nats_per_byte
-        cards["model against counts"] = f"{abs(gap):.3f} {'lower' if gap < 0 else 'higher'}"
+        cards["model minus counts"] = f"{gap:+.3f}"
     if trained is not None:
         cards["train loss, nats per byte"] = f"{trained:.3f}"
     rates = sorted(y for _, y in _column(history, "tokens_per_s"))
@@ -258,7 +259,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll">{table}</div>'
+    return _scrolled(table)
+
+
+def _scrolled(table: str) -> str:
+    """Returns the table in a box that a finger or, having the focus, the arrow keys can move."""
+    return f'<div class="scroll" role="region" aria-label="table" tabindex="0">{table}</div>'
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -278,7 +284,7 @@ def _pairs(values: Any) -> str:
         f'<td class="number">{_value(k, v)}</td></tr>'
         for k, v in _flat(values).items()
     )
-    return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>' if rows else ""
+    return _scrolled(f"<table><tbody>{rows}</tbody></table>") if rows else ""
 
 
 def _kernels(kernels: Mapping[str, Any] | None) -> list[str]:
