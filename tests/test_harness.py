@@ -96,9 +96,7 @@ def test_wrong_eps_is_caught_in_bfloat16_where_inputs_are_small():
 
 def test_one_wrong_element_does_not_hide_in_a_large_array():
     x = np.asarray(inputs("bf16[1024,1024]", seed=0))
-    with pytest.raises(
-        AssertionError, match=r"one element .* worst at \[17, 4\]: got 0.0, expected"
-    ):
+    with pytest.raises(AssertionError, match=r"one element .* \[17, 4\]: got 0.0, expected"):
         assert_close("x", _changed(x, (17, 4), 0.0), x, TOL["bfloat16"])
 
 
@@ -200,7 +198,7 @@ def test_run_python_has_its_own_devices_and_reports_failure():
 def test_dtype_promotion_is_strict_in_the_rooms_that_state_their_dtypes():
     assert STRICT_ROOMS == ("core", "pallas")
     with promotion_of("pallas"), pytest.raises(jax.dtypes.TypePromotionError):
-        jnp.ones(3, jnp.bfloat16) + jnp.ones(3, jnp.float32)
+        jnp.add(jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float32))
     with promotion_of("stax"):
         assert (jnp.ones(3, jnp.bfloat16) + jnp.ones(3, jnp.float32)).dtype == jnp.float32
 

@@ -58,7 +58,7 @@ fi
 if has_uv; then
     install() { uv pip install --quiet --python "$venv/bin/python" "$@"; }
 else
-    install() { "$venv/bin/python" -m pip install --quiet "$@"; }
+    install() { "$venv/bin/python" -m pip install -qq "$@"; }
 fi
 # The lock decides: what a machine's own configuration adds or caps is for its other projects.
 export PIP_CONSTRAINT=/dev/null PIP_USER=0 PIP_REQUIRE_HASHES=0 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -68,7 +68,7 @@ create() {
     if [ -e "$venv" ]; then say "$venv is incomplete or broken; building it again"; fi
     rm -rf "$venv"
     if ! python=$(find_python); then
-        if has_uv && uv venv --quiet --no-project --python 3.12 "$venv" 2>/dev/null; then
+        if has_uv && uv venv --quiet --seed --no-project --python 3.12 "$venv" 2>/dev/null; then
             return 0
         fi
         say "Python 3.12 or newer (with its venv module) was not found on PATH nor in pyenv;" \
@@ -77,7 +77,7 @@ create() {
     fi
     say "making $venv with $python"
     if has_uv; then
-        uv venv --quiet --no-project --python "$python" "$venv"
+        uv venv --quiet --seed --no-project --python "$python" "$venv"
     else
         "$python" -m venv "$venv"
     fi
@@ -95,8 +95,7 @@ fill() {
 }
 
 usable() {
-    [ -f "$stamp" ] && "$venv/bin/python" -c 'import sys' >/dev/null 2>&1 \
-        && { has_uv || "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; }
+    [ -f "$stamp" ] && "$venv/bin/python" -c 'import pip' >/dev/null 2>&1
 }
 
 if usable; then
