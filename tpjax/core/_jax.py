@@ -91,9 +91,23 @@ SUBJAXPRS: dict[str, tuple[str, ...]] = {
 """Primitives whose bodies a rewrite may enter, and the parameters that hold them; others are opaque."""
 
 
+OPERATOR_PREFIX = "tpjax_"
+"""How the jit equation of an operator in plain JAX form is named: passes leave it whole."""
+
+
+def operator_of(eqn: Equation) -> str | None:
+    """Returns the operator whose plain JAX form the jit equation is, or None."""
+    name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
+    if not isinstance(name, str) or not name.startswith(OPERATOR_PREFIX):
+        return None
+    return name.removeprefix(OPERATOR_PREFIX)
+
+
 def subjaxprs(eqn: Equation) -> list[Jaxpr]:
     """Returns the bodies of an equation that a rewrite may enter, in a fixed order."""
     found: list[Jaxpr] = []
+    if operator_of(eqn) is not None:
+        return found
     for name in SUBJAXPRS.get(eqn.primitive.name, ()):
         value = eqn.params[name]
         found.extend(value if isinstance(value, tuple | list) else (value,))
@@ -115,7 +129,7 @@ def with_subjaxprs(eqn: Equation, bodies: list[Jaxpr]) -> Equation:
 
 def is_plain_jit(eqn: Equation) -> bool:
     """Returns whether the equation is a jit that carries no donation, sharding or compiler option."""
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if eqn.primitive.name not in ("jit", "pjit") or operator_of(eqn) is not None:
         return False
     params = eqn.params
     placed = (*params["in_shardings"], *params["out_shardings"])
@@ -163,7 +177,7 @@ def count_equations(jaxpr: Jaxpr) -> int:
 
 def literal(value: np.ndarray, aval: Any) -> Literal:
     """Returns the value, an array or a scalar, as an operand that equations may hold."""
-    assert value.shape == aval.shape and value.dtype == aval.dtype, (value, aval)
+    assert (value.shape, value.dtype) == (aval.shape, aval.dtype), (value, aval)
     return Literal(_literals.TypedNdArray(value, aval), aval)
 
 
@@ -183,22 +197,28 @@ def lasting_effects(jaxpr: Jaxpr) -> frozenset[str]:
     return frozenset(kinds)
 
 
+def named_by_effects(jaxpr: Jaxpr) -> set[Var]:
+    """Returns the inputs and constants that the jaxpr's effects name: references it reads or writes."""
+    named = (getattr(effect, "input", None) for effect in jaxpr.effects)
+    return {var for var in named if isinstance(var, Var)}
+
+
 def is_array(aval: Any) -> bool:
     """Returns whether the type is an ordinary array's: not a reference, a token or a PRNG key's."""
-    return isinstance(aval, _core.ShapedArray) and not jax.dtypes.issubdtype(
+    return isinstance(aval, _core.ShapedArray) and not jax.numpy.issubdtype(
         aval.dtype, jax.dtypes.extended
     )
 
 
 def is_local(aval: Any) -> bool:
-    """Returns whether an array of this type is placed nowhere in particular: no mesh, default memory."""
+    """Returns whether an array of this type is on no mesh and in the default memory."""
     return is_array(aval) and aval is _core.ShapedArray(
         aval.shape, aval.dtype, weak_type=aval.weak_type
     )
 
 
 def edited(jaxpr: Jaxpr, eqns: list[Equation], outvars: list[Any]) -> Jaxpr:
-    """Returns the jaxpr with other equations and results; effects and the names of arguments stay."""
+    """Returns the jaxpr with other equations and results; effects and argument names stay."""
     return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
 
@@ -208,9 +228,8 @@ def narrowed(jaxpr: Jaxpr, eqns: list[Equation], ins: list[bool], outs: list[boo
     Constants that nothing reads are left out too. An input that an effect names must be kept.
     """
     result = [v for v, keep in zip(jaxpr.outvars, outs, strict=True) if keep]
-    read = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)}
+    read = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} | named_by_effects(jaxpr)
     read.update(v for v in result if isinstance(v, Var))
-    read.update(getattr(effect, "input", None) for effect in jaxpr.effects)
     pairs = zip(jaxpr.constvars, jaxpr.consts, strict=True)
     kept = [(var, value) for var, value in pairs if var in read]
     names = jaxpr.debug_info
@@ -230,7 +249,9 @@ _BY_INPUT = {"jit": ("in_shardings", "in_layouts", "donated_invars"), "shard_map
 _BY_OUTPUT = {"jit": ("out_shardings", "out_layouts"), "shard_map": ("out_specs",)}
 
 
-def narrowed_call(eqn: Equation, bodies: list[Jaxpr], ins: list[bool], outs: list[bool]) -> Equation:
+def narrowed_call(
+    eqn: Equation, bodies: list[Jaxpr], ins: list[bool], outs: list[bool]
+) -> Equation:
     """Returns the equation with narrowed bodies, for the operands and results marked True.
 
     `ins` is in the order of the equation's operands, as `outs` is in that of its results.

@@ -8,10 +8,11 @@ preference; JAX keys its caches on it, so a jitted function never serves a stale
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -196,7 +197,23 @@ def call(
         choices.append(Choice(op, chosen.name, refused, source))
     if asked is None:
         _warn_once(op, implementations, key, refused, source)
-    return chosen.run(*operands.values(), **options)
+    if chosen.name != "xla":
+        return chosen.run(*operands.values(), **options)
+    return _named(op, chosen.run, tuple(options.items()))(*operands.values())
+
+
+@cache
+def _named(op: str, run: Callable[..., Any], options: tuple[tuple[str, Any], ...]) -> Any:
+    """Returns the operator's plain JAX form as one jit equation that names it.
+
+    Passes leave it whole: they would only recognise in it the operator that it is.
+    """
+
+    def form(*operands: Any) -> Any:
+        return run(*operands, **dict(options))
+
+    form.__name__ = form.__qualname__ = f"{_jax.OPERATOR_PREFIX}{op}"
+    return jax.jit(form)
 
 
 def _warn_once(
