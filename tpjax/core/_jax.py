@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import literals as _literals
 from jax._src import source_info_util as _source
@@ -285,3 +286,13 @@ def loop_parts(eqn: Equation) -> tuple[int, int]:
     """Returns how many operands of a scan are constants, and how many are carried."""
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def at_top_level() -> bool:
+    """Returns whether no JAX transformation is tracing now, so that no tracer can be in reach."""
+    return _core.trace_state_clean()
+
+
+def trace_context() -> tuple[Any, ...]:
+    """Returns what JAX keys traces on besides arguments: flags, mesh, user contexts; hashable."""
+    return tuple(_config.trace_context())
