@@ -173,27 +173,27 @@ def band_of(
     others = [i for i in range(len(graph.shape(value))) if i not in (query_axis, key_axis)]
     if not all(part.constant_along(i) for i in others):
         return None
-    blocks = []
+    rows: list[np.ndarray] = []
     for start in range(0, T, BLOCK_ROWS):
-        window = dict.fromkeys(others, (0, 1)) | {query_axis: (start, min(start + BLOCK_ROWS, T))}
-        block = part.at(window)
+        stop = min(start + BLOCK_ROWS, T)
+        block = part.at(dict.fromkeys(others, (0, 1)) | {query_axis: (start, stop)})
         if block is None:
             return None
-        seen = np.broadcast_to(np.asarray(visible(block), bool), block.shape)
-        blocks.append(np.moveaxis(seen, (query_axis, key_axis), (-2, -1)).reshape(-1, S))
-    mask = np.broadcast_to(np.concatenate(blocks), (T, S))
-    return _band(mask)
+        seen = np.moveaxis(np.asarray(visible(block), bool), (query_axis, key_axis), (-2, -1))
+        seen = np.broadcast_to(seen.reshape(seen.shape[-2:]), (stop - start, S))
+        if not seen.any(axis=1).all():
+            return None  # a query that sees nothing: the original does not give a kernel's 0 there
+        ends = seen.argmax(axis=1), S - 1 - seen[:, ::-1].argmax(axis=1), seen.sum(axis=1)
+        rows.append(np.stack(ends, axis=1))
+    return _band(*np.concatenate(rows).T, num_keys=S)
 
 
-def _band(mask: np.ndarray) -> Band | None:
-    T, S = mask.shape
-    if not mask.any(axis=1).all():
-        return None  # a row that sees nothing: what the original gives there is not a kernel's 0
-    first, last = mask.argmax(axis=1), S - 1 - mask[:, ::-1].argmax(axis=1)
-    t = np.arange(T)
+def _band(first: np.ndarray, last: np.ndarray, count: np.ndarray, *, num_keys: int) -> Band | None:
+    """Returns the band whose rows have these first, last and numbers of visible keys, or None."""
+    t = np.arange(len(first))
     left, right = int((t - first).max()), int((last - t).max())
-    low = np.maximum(t - left, 0)
-    high = np.minimum(t + right, S - 1)
-    if not ((first == low) & (last == high) & (mask.sum(axis=1) == high - low + 1)).all():
+    low, high = np.maximum(t - left, 0), np.minimum(t + right, num_keys - 1)
+    if not ((first == low) & (last == high) & (count == high - low + 1)).all():
         return None
-    return Band(None if (low == 0).all() else left, None if (high == S - 1).all() else right)
+    unlimited = (low == 0).all(), (high == num_keys - 1).all()
+    return Band(None if unlimited[0] else left, None if unlimited[1] else right)
