@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drops what nothing reads: equations, results and operands of calls and loops, constants.
 
-Equations that print, call back, check, write to a reference or are ordered stay, in their order; so does
-what they read. A loop keeps the carried values that its results, its condition or its effects need.
+Equations that print, call back, check, write to a reference or are ordered stay, in their order; so
+does what they read. A loop keeps the carried values that its results, its condition or its effects need.
 """
 
 from operator import or_
@@ -29,14 +29,14 @@ def _either(a: Flags, b: Flags) -> Flags:
 
 
 class _Dropper:
-    """Finds what each body needs for which of its results; bodies and answers are kept by identity."""
+    """Finds what each body needs for which of its results; answers are kept by identity."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
         self.needed: dict[Any, tuple[_jax.Jaxpr, Flags]] = {}
         self.kept: dict[Any, tuple[_jax.Jaxpr, _jax.Jaxpr]] = {}
 
-    # -- what is needed -----------------------------------------------------------------------------
+    # -- what is needed ---------------------------------------------------------------------------
 
     def needs(self, jaxpr: _jax.Jaxpr, outs: Flags) -> Flags:
         """Returns which inputs the marked results, and the effects, need."""
@@ -75,9 +75,7 @@ class _Dropper:
             ins = self.needs(bodies[0], outs)
         return outs, _either(ins, _fixed(eqn))
 
-    def _scan_needs(
-        self, eqn: _jax.Equation, body: _jax.Jaxpr, outs: Flags
-    ) -> tuple[Flags, Flags]:
+    def _scan_needs(self, eqn: _jax.Equation, body: _jax.Jaxpr, outs: Flags) -> tuple[Flags, Flags]:
         consts, carry = _jax.loop_parts(eqn)
         fixed = _fixed(eqn)[consts : consts + carry]
         outs = _either(outs, fixed + (False,) * (len(outs) - carry))
@@ -102,7 +100,7 @@ class _Dropper:
                 return outs, cond_ins[:num_cond] + body_ins[:num_body] + outs
             outs = wider
 
-    # -- what is left -------------------------------------------------------------------------------
+    # -- what is left -----------------------------------------------------------------------------
 
     def keep(self, jaxpr: _jax.Jaxpr, ins: Flags, outs: Flags) -> _jax.Jaxpr:
         """Returns the jaxpr with the marked inputs and results, and only what they need."""
@@ -125,8 +123,7 @@ class _Dropper:
         eqns.reverse()
         same = all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=False))
         same = same and len(eqns) == len(jaxpr.eqns) and all(ins) and all(outs)
-        pinned = {getattr(effect, "input", None) for effect in jaxpr.effects}
-        if same and all(v in read or v in pinned for v in jaxpr.constvars):
+        if same and read.union(_jax.named_by_effects(jaxpr)).issuperset(jaxpr.constvars):
             return jaxpr
         return _jax.narrowed(jaxpr, eqns, list(ins), list(outs))
 
@@ -156,7 +153,7 @@ def _variables(atoms: list[Any], marks: Flags) -> set[_jax.Var]:
 
 
 def _fixed(eqn: _jax.Equation) -> Flags:
-    """Returns which operands must stay: references, tokens, and buffers that the caller gives away."""
+    """Returns which operands must stay: references, tokens, and buffers given away."""
     fixed = [not _jax.is_array(atom.aval) for atom in eqn.invars]
     if eqn.primitive.name in ("jit", "pjit"):
         keep_all = eqn.params.get("keep_unused", False)

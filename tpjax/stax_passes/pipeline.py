@@ -11,16 +11,24 @@ from collections.abc import Sequence
 
 from tpjax.core import _jax
 from tpjax.core.errors import UnsupportedError, message
+from tpjax.stax_passes.canonicalise import canonicalise
 from tpjax.stax_passes.dead import drop_dead_code
+from tpjax.stax_passes.fold import fold_constants
 from tpjax.stax_passes.fuse_attention import fuse_attention
 from tpjax.stax_passes.fuse_norm import fuse_norm
 from tpjax.stax_passes.report import Report
+from tpjax.stax_passes.share import share_subexpressions
 from tpjax.stax_passes.sweep import Pass
 
 MAX_ROUNDS = 16
 """Rounds in which the passes of a group must stop finding anything."""
 
-CLEAN_UP: tuple[Pass, ...] = (drop_dead_code,)
+CLEAN_UP: tuple[Pass, ...] = (
+    canonicalise,
+    fold_constants,
+    share_subexpressions,
+    drop_dead_code,
+)
 """The exact passes, a group: repeated until none of them finds anything."""
 
 PASSES: tuple[Pass | tuple[Pass, ...], ...] = (

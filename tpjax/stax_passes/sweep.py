@@ -3,8 +3,8 @@
 """One walk over a jaxpr and the bodies in it, in which an exact pass edits equations one at a time.
 
 A pass gives `edit(level, eqn)`: it returns the equation to put there, or None once every result has
-been replaced by a value that exists already. Bodies (jit, scan, while, cond, checkpoint, shard_map) are
-walked before the equation that holds them; a body that stands in several places is walked once.
+been replaced by a value that exists already. Bodies (jit, scan, while, cond, checkpoint, shard_map)
+are walked before the equation that holds them; a body that stands in several places is walked once.
 """
 
 from collections.abc import Callable

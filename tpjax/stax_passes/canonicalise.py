@@ -1,0 +1,296 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Brings equations to one form and removes those that change nothing.
+
+Every rule keeps the bits of evaluating the original equations one by one: NaNs count as equal whatever
+their payload, and so do subnormal numbers that a machine flushes to zero. Hence `x + 0.0` stays (it
+turns -0.0 into 0.0), `x * 0.0` and `x - x` stay (NaN, infinity), and `x ** 1.0` stays (a power of
+floats rounds as the machine likes) where `x ** 1` goes. A rule fires only if shape, dtype, weak type
+and sharding stay; and only if gradients of the new equations are those of the old, so that a chain of
+dtypes is cut short only where it comes back to where it started.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tpjax.core import _jax
+from tpjax.stax_passes.sweep import Atom, Edit, Level, sweeping_pass
+
+Rule = Callable[[Level, _jax.Equation], "Atom | _jax.Equation | None"]
+"""Returns the value that the equation's result is, or the equation to put there, or None."""
+
+MIRRORED = {
+    lax.add_p: lax.add_p, lax.mul_p: lax.mul_p, lax.and_p: lax.and_p, lax.or_p: lax.or_p,
+    lax.xor_p: lax.xor_p, lax.eq_p: lax.eq_p, lax.ne_p: lax.ne_p, lax.lt_p: lax.gt_p,
+    lax.gt_p: lax.lt_p, lax.le_p: lax.ge_p, lax.ge_p: lax.le_p,
+}  # fmt: skip
+"""The primitive that gives the same bits with its operands swapped."""
+
+
+def number(level: Level, atom: Atom) -> np.ndarray | None:
+    """Returns the number that every element of the operand is, as an array of rank 0, or None."""
+    maker = level.maker(atom)
+    if maker is not None and maker.primitive.name == "broadcast_in_dim":
+        atom = maker.invars[0]
+    if not isinstance(atom, _jax.Literal) or atom.aval.shape or _jax.is_tracer(atom.val):
+        return None
+    return np.asarray(atom.val)
+
+
+# -- arithmetic -----------------------------------------------------------------------------------
+
+
+def _constant_last(level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
+    left, right = eqn.invars
+    if not isinstance(left, _jax.Literal) or isinstance(right, _jax.Literal):
+        return None
+    return eqn.replace(primitive=MIRRORED[eqn.primitive], invars=[right, left])
+
+
+def _drop_operand(neutral: Callable[[np.ndarray], bool], level: Level, eqn: _jax.Equation) -> Atom:
+    """Returns the first operand if the second is neutral; complex numbers round, so they stay."""
+    x, constant = eqn.invars
+    if jnp.issubdtype(x.aval.dtype, jnp.complexfloating):
+        return None
+    value = number(level, constant)
+    return x if value is not None and neutral(value) else None
+
+
+def _is_one(value: np.ndarray) -> bool:
+    return value.dtype != np.bool_ and bool(value == 1)
+
+
+def _is_zero(value: np.ndarray) -> bool:
+    return bool(value == 0) and not np.signbit(value.astype(np.float64))
+
+
+def _leaves_sums(value: np.ndarray) -> bool:
+    """-0.0 is neutral to a sum of floats; 0.0 is not, as -0.0 + 0.0 is 0.0."""
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return bool(value == 0) and bool(np.signbit(value.astype(np.float64)))
+    return bool(value == 0)
+
+
+def _all_ones(value: np.ndarray) -> bool:
+    return bool(np.invert(value) == 0)
+
+
+def _undone(level: Level, eqn: _jax.Equation) -> Atom | None:
+    """f(f(x)) is x."""
+    inner = _same_inside(level, eqn)
+    return None if inner is None else inner.invars[0]
+
+
+def _repeated(level: Level, eqn: _jax.Equation) -> Atom | None:
+    """f(f(x)) is f(x)."""
+    return None if _same_inside(level, eqn) is None else eqn.invars[0]
+
+
+def _same_inside(level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
+    inner = level.maker(eqn.invars[0])
+    if inner is None or inner.primitive is not eqn.primitive or inner.params != eqn.params:
+        return None
+    return inner
+
+
+def _first_power(level: Level, eqn: _jax.Equation) -> Atom | None:
+    return eqn.invars[0] if eqn.params["y"] == 1 else None
+
+
+def _known_choice(level: Level, eqn: _jax.Equation) -> Atom | None:
+    which, cases = number(level, eqn.invars[0]), eqn.invars[1:]
+    return cases[int(which)] if which is not None and 0 <= int(which) < len(cases) else None
+
+
+# -- dtypes ---------------------------------------------------------------------------------------
+
+
+def keeps_values(source: Any, target: Any) -> bool:
+    """Returns whether every value of one dtype is a value of the other."""
+    if source == target or source == np.bool_:
+        return True
+    if jnp.issubdtype(source, jnp.integer):
+        low, high = int(jnp.iinfo(source).min), int(jnp.iinfo(source).max)
+        if jnp.issubdtype(target, jnp.integer):
+            return int(jnp.iinfo(target).min) <= low and high <= int(jnp.iinfo(target).max)
+        if jnp.issubdtype(target, jnp.floating):
+            info = jnp.finfo(target)
+            return high.bit_length() <= info.nmant + 1 and high.bit_length() < info.maxexp
+    if jnp.issubdtype(source, jnp.floating) and jnp.issubdtype(target, jnp.floating):
+        a, b = jnp.finfo(source), jnp.finfo(target)
+        return a.nmant <= b.nmant and a.maxexp <= b.maxexp and b.minexp <= a.minexp
+    return False
+
+
+def _same_type(level: Level, eqn: _jax.Equation) -> Atom | None:
+    return eqn.invars[0] if eqn.params.get("dimensions") is None else None
+
+
+def _convert(level: Level, eqn: _jax.Equation) -> "Atom | _jax.Equation | None":
+    """x -> wider -> x is x; whole numbers, which have no gradient, go the whole way at once."""
+    inner = level.maker(eqn.invars[0])
+    if inner is None or inner.primitive is not eqn.primitive or eqn.params["sharding"] is not None:
+        return None
+    x = inner.invars[0]
+    start, middle, end = x.aval.dtype, eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if inner.params["sharding"] is not None or not _jax.is_array(x.aval):
+        return None
+    if not keeps_values(start, middle):
+        return None
+    if start == end and x.aval is eqn.outvars[0].aval:
+        return x
+    whole = start == np.bool_ or jnp.issubdtype(start, jnp.integer)
+    return eqn.replace(invars=[x]) if whole and keeps_values(middle, end) else None
+
+
+# -- movement -------------------------------------------------------------------------------------
+
+
+def _in_order(eqn: _jax.Equation) -> bool:
+    """Returns whether the equation changes the shape and leaves the elements in order."""
+    name, aval = eqn.primitive.name, eqn.outvars[0].aval
+    if name == "reshape":
+        return eqn.params["dimensions"] is None and eqn.params["sharding"] is None
+    if name == "broadcast_in_dim":
+        dims = eqn.params["broadcast_dimensions"]
+        same_size = len(eqn.invars) == 1 and eqn.invars[0].aval.size == aval.size
+        return same_size and list(dims) == sorted(dims) and eqn.params["sharding"] is None
+    return name == "squeeze"
+
+
+def _reshape(level: Level, eqn: _jax.Equation) -> "Atom | _jax.Equation | None":
+    """A chain of reshapes that comes back is nothing; a reshape of a reshape is one."""
+    inner = level.maker(eqn.invars[0])
+    if inner is None or not _in_order(eqn) or not _in_order(inner):
+        return None
+    x = inner.invars[0]
+    if x.aval is eqn.outvars[0].aval:
+        return x
+    both = eqn.primitive.name == inner.primitive.name == "reshape"
+    return eqn.replace(invars=[x]) if both and _jax.is_local(x.aval) else None
+
+
+def _squeeze(level: Level, eqn: _jax.Equation) -> Atom | None:
+    return None if eqn.params["dimensions"] else eqn.invars[0]
+
+
+def _transpose(level: Level, eqn: _jax.Equation) -> "Atom | _jax.Equation | None":
+    order = eqn.params["permutation"]
+    if tuple(order) == tuple(range(len(order))):
+        return eqn.invars[0]
+    inner = level.maker(eqn.invars[0])
+    if inner is None or inner.primitive is not eqn.primitive:
+        return None
+    composed = tuple(inner.params["permutation"][i] for i in order)
+    x = inner.invars[0]
+    if composed == tuple(range(len(order))):
+        return x
+    return eqn.replace(invars=[x], params=dict(eqn.params, permutation=composed))
+
+
+def _whole_slice(level: Level, eqn: _jax.Equation) -> Atom | None:
+    strides = eqn.params["strides"]
+    return eqn.invars[0] if strides is None or all(s == 1 for s in strides) else None
+
+
+def _no_padding(level: Level, eqn: _jax.Equation) -> Atom | None:
+    config = eqn.params["padding_config"]
+    return eqn.invars[0] if all(tuple(c) == (0, 0, 0) for c in config) else None
+
+
+def _only_piece(level: Level, eqn: _jax.Equation) -> Atom | None:
+    return eqn.invars[0] if len(eqn.invars) == 1 else None
+
+
+def _reverse(level: Level, eqn: _jax.Equation) -> Atom | None:
+    return eqn.invars[0] if not eqn.params["dimensions"] else _undone(level, eqn)
+
+
+def _no_broadcast(level: Level, eqn: _jax.Equation) -> Atom | None:
+    dims = eqn.params["broadcast_dimensions"]
+    return eqn.invars[0] if tuple(dims) == tuple(range(len(dims))) else None
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+RULES: dict[str, tuple[tuple[str, Rule], ...]] = {
+    "add": (("add_zero", partial(_drop_operand, _leaves_sums)),),
+    "sub": (("subtract_zero", partial(_drop_operand, _is_zero)),),
+    "mul": (("multiply_one", partial(_drop_operand, _is_one)),),
+    "div": (("divide_one", partial(_drop_operand, _is_one)),),
+    "integer_pow": (("first_power", _first_power),),
+    "neg": (("negate_twice", _undone),),
+    "not": (("not_twice", _undone),),
+    "and": (("and_ones", partial(_drop_operand, _all_ones)),),
+    "or": (("or_zero", partial(_drop_operand, _is_zero)),),
+    "xor": (("xor_zero", partial(_drop_operand, _is_zero)),),
+    "shift_left": (("shift_zero", partial(_drop_operand, _is_zero)),),
+    "shift_right_logical": (("shift_zero", partial(_drop_operand, _is_zero)),),
+    "shift_right_arithmetic": (("shift_zero", partial(_drop_operand, _is_zero)),),
+    "abs": (("abs_twice", _repeated),),
+    "floor": (("round_twice", _repeated),),
+    "ceil": (("round_twice", _repeated),),
+    "round": (("round_twice", _repeated),),
+    "sign": (("sign_twice", _repeated),),
+    "select_n": (("known_choice", _known_choice),),
+    "convert_element_type": (("convert_to_same", _same_type), ("convert_chain", _convert)),
+    "reshape": (("reshape_to_same", _same_type), ("reshape_chain", _reshape)),
+    "squeeze": (("squeeze_nothing", _squeeze), ("reshape_chain", _reshape)),
+    "broadcast_in_dim": (("broadcast_to_same", _no_broadcast), ("reshape_chain", _reshape)),
+    "transpose": (("transpose_chain", _transpose),),
+    "slice": (("whole_slice", _whole_slice),),
+    "dynamic_slice": (("whole_slice", _same_type),),
+    "pad": (("pad_nothing", _no_padding),),
+    "concatenate": (("concatenate_one", _only_piece),),
+    "rev": (("reverse_twice", _reverse),),
+}
+"""By primitive, the rules in order; a rule's value is taken only if its type is the result's."""
+
+
+def _edit(level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
+    if eqn.primitive in MIRRORED and len(eqn.invars) == 2:
+        swapped = _constant_last(level, eqn)
+        if swapped is not None:
+            level.log.hit("constant_last", eqn)
+            eqn = swapped
+    if eqn.effects:
+        return eqn
+    for name, rule in RULES.get(eqn.primitive.name, ()):
+        new = rule(level, eqn)
+        if isinstance(new, _jax.Equation):
+            level.log.hit(name, eqn)
+            eqn = new
+        elif new is not None and new.aval is eqn.outvars[0].aval:
+            level.log.hit(name, eqn)
+            level.replace(eqn.outvars[0], new)
+            return None
+    _forward_results(level, eqn)
+    return eqn
+
+
+def _forward_results(level: Level, eqn: _jax.Equation) -> None:
+    """Lets readers of a call's result that is its operand, or a constant, read that instead."""
+    if not _jax.is_plain_jit(eqn):
+        return
+    body = _jax.subjaxprs(eqn)[0]
+    operands = dict(zip(body.invars, eqn.invars, strict=True))
+    for var, result in zip(eqn.outvars, body.outvars, strict=True):
+        atom = result if isinstance(result, _jax.Literal) else operands.get(result)
+        if atom is not None and atom.aval is var.aval and level.uses(var):
+            level.log.hit("forward_result", eqn)
+            level.replace(var, atom)
+
+
+def _start(level: Level) -> Edit:
+    del level
+    return _edit
+
+
+canonicalise = sweeping_pass(
+    "canonicalise", "Brings equations to one form and removes those that change nothing.", _start
+)
