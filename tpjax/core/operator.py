@@ -115,6 +115,8 @@ class Choice:
     refused: tuple[Refusal, ...]
     source: str
     """file:line of the user's code that led to the call."""
+    key: Key | None = None
+    """The call itself, from which its cost follows."""
 
 
 class Cost(NamedTuple):

@@ -194,7 +194,7 @@ def call(
     chosen, refused = choose(op, implementations, key, asked)
     source = _jax.current_source()
     for choices in _recorders.get():
-        choices.append(Choice(op, chosen.name, refused, source))
+        choices.append(Choice(op, chosen.name, refused, source, key))
     if asked is None:
         _warn_once(op, implementations, key, refused, source)
     if chosen.name != "xla":

@@ -167,7 +167,7 @@ def _failed(graph: Graph, row: Any, match: Match, failure: _RowFailed) -> NearMi
     reason = f"the rule raised {type(cause).__name__}: {cause}"
     source = graph.source(match.root)
     warnings.warn(f"{row.name}: {reason} ({source}). The original code runs.", stacklevel=2)
-    return NearMiss(row.name, source, reason)
+    return NearMiss(row.name, source, reason, failed=True)
 
 
 def _emit(

@@ -31,6 +31,8 @@ class NearMiss:
     rule: str
     source: str
     reason: str
+    failed: bool = False
+    """Whether the rule matched and then raised, so that the original code runs in its place."""
 
 
 @dataclass(frozen=True)
