@@ -65,7 +65,7 @@ export PIP_CONSTRAINT=/dev/null PIP_USER=0 PIP_REQUIRE_HASHES=0 PIP_DISABLE_PIP_
 unset PIP_TARGET PIP_PREFIX PIP_ROOT UV_CONSTRAINT UV_OVERRIDE UV_SYSTEM_PYTHON VIRTUAL_ENV
 
 create() {
-    if [ -e "$venv" ]; then say "$venv is incomplete or broken; building it again"; fi
+    if [ -e "$venv" ]; then say "$venv is not complete; building it again"; fi
     rm -rf "$venv"
     if ! python=$(find_python); then
         if has_uv && uv venv --quiet --seed --no-project --python 3.12 "$venv" 2>/dev/null; then
