@@ -56,7 +56,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] \
 fi
 
 if has_uv; then
-    install() { uv pip install --quiet --python "$venv/bin/python" "$@"; }
+    install() { uv pip install --quiet --compile-bytecode --python "$venv/bin/python" "$@"; }
 else
     install() { "$venv/bin/python" -m pip install -qq "$@"; }
 fi
