@@ -188,7 +188,9 @@ def test_uv_is_used_where_it_is(machine: Machine):
     code, _, log = machine.setup()
     assert code == 0
     assert f"--python {machine.bin}/python3.12 .venv" in log
-    assert "uv pip install --quiet --compile-bytecode --python .venv/bin/python -r .venv/requirements.txt" in log
+    call = "uv pip install --quiet --compile-bytecode --python .venv/bin/python"
+    assert f"{call} -r .venv/requirements.txt" in log
+    assert f"{call} --no-deps -e ." in log
     assert "-m pip install" not in log
     assert machine.setup()[2].count("uv pip") == 0
 
