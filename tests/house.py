@@ -214,10 +214,10 @@ def modules_differ_from_their_exports(source: Source) -> Iterator[Fault]:
 
 
 def _bound(node: ast.stmt, source: Source) -> Iterator[str]:
-    """Yields the names that a statement exports; a submodule imported from its package is none."""
+    """Yields the names that a statement exports; only a package exports what it imports."""
     if isinstance(node, Function | ast.ClassDef):
         yield node.name
-    elif isinstance(node, ast.ImportFrom):
+    elif isinstance(node, ast.ImportFrom) and source.path.endswith("__init__.py"):
         if _base(node, source) != source.module:
             yield from (a.asname or a.name for a in node.names)
     elif isinstance(node, ast.Assign):
