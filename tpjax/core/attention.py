@@ -5,13 +5,13 @@
     s[t, s] = scale * (query[t] . key[s]) + bias[t, s]
     out[t]  = sum over visible s of  exp(s[t, s]) value[s]  /  sum over visible s of  exp(s[t, s])
 
-Letters: B batch, T query tokens, S key tokens, H query heads, K key/value heads (H a multiple of K: query
-head h reads key/value head h // (H // K)), D features of a head.
+Letters: B batch, T query tokens, S key tokens, H query heads, K key/value heads (H a multiple of K:
+query head h reads key/value head h // (H // K)), D features of a head.
 
-A key is visible to a query where every given condition holds: `mask` is true; `is_causal` and the key
-stands at or before the query, both counted from the front; the window reaches it; both stand before the
-end of their sequences. A query that sees nothing gives 0, and gradient 0. A value of `value` that is not
-finite makes the queries that see it NaN, and no other.
+A key is visible to a query where every given condition holds: `mask` is true; `is_causal` and the
+key stands at or before the query, both counted from the front; the window reaches it; both stand
+before the end of their sequences. A query that sees nothing gives 0, and gradient 0. A value that is
+not finite makes the queries that see it NaN, and no other.
 
 Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 (grouped queries).
 """
@@ -40,7 +40,7 @@ def visibility(
     local_window_size: tuple[int, int] | None = None,
     first_query: int | Array = 0,
 ) -> Array | None:
-    """Returns which keys each query sees, broadcastable to [*B, H, T, S], or None where it sees all.
+    """Returns which keys each query sees, broadcastable to [*B, H, T, S]; None if it sees all.
 
     Args:
       num_queries: T.
@@ -87,7 +87,7 @@ def attention_reference(
 ) -> Array:
     """Returns the visible values averaged with the softmax of the scores as weights.
 
-    Computed in float32 (float64 for float64 inputs); arguments as of `tpjax.pallas.flash_attention`.
+    Computed in float32, or float64 for float64; arguments as of `tpjax.pallas.flash_attention`.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.arange(6.0).reshape(3, 1, 2)

@@ -5,9 +5,14 @@
 The one module among the kernels that may touch JAX internals; tested on JAX 0.11.2 and 0.12.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout, Tiling
 
 from tpjax.core.operator import Interpret
 
@@ -17,3 +22,126 @@ def interpret_params(interpret: Interpret) -> Any:
     if not interpret:
         return None
     return plgpu.InterpretGPUParams(detect_races=interpret == "races")
+
+
+class _InRegisters:
+    """A sum of matrix products held as a value: what the interpreter can do."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def add(self, a: Any, b: Any) -> None:
+        """Adds `a @ b`; either may be a reference."""
+        a, b = a[...], b[...]
+        plgpu.commit_smem()  # These reads end before a copy may overwrite what they read.
+        self._value = self._value + jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+    def value(self, pending: int = 0) -> Any:
+        """Returns the sum."""
+        del pending
+        return self._value
+
+
+class _OnTensorCore:
+    """A sum of matrix products that the tensor cores accumulate in place."""
+
+    def __init__(self, ref: Any):
+        self._ref = ref
+
+    def add(self, a: Any, b: Any) -> None:
+        """Starts adding `a @ b`: `a` in registers or shared memory, `b` in shared memory."""
+        plgpu.wgmma(self._ref, a, b)
+
+    def value(self, pending: int = 0) -> Any:
+        """Waits until at most `pending` started products are unfinished; returns the sum."""
+        return plgpu.wgmma_accumulator_load(self._ref, wait_n=pending)
+
+
+Accumulator = _InRegisters | _OnTensorCore
+
+
+def accumulate(
+    body: Callable[..., Any],
+    sums: Sequence[jax.Array],
+    state: Any,
+    *,
+    fresh: Sequence[tuple[int, int]],
+    interpret: Interpret,
+) -> tuple[list[jax.Array], Any]:
+    """Runs `body` with matrix products in flight, and returns the sums and what `body` returned.
+
+    `body(sums, fresh, state)` gets accumulators that start at `sums`, others of the shapes `fresh` that
+    start at zero, and `state`, and returns a new state of the same types. On a GPU the products are
+    asynchronous: they run until someone asks for a value, at the latest until this returns. The
+    interpreter knows no products with operands in registers, so there they are done at once.
+    """
+    if interpret:
+        old = [_InRegisters(x) for x in sums]
+        zeros = [_InRegisters(jnp.zeros(shape, jnp.float32)) for shape in fresh]
+        state = body(old, zeros, state)
+        return [x.value() for x in old], state
+
+    def run(refs: Any) -> None:
+        sum_refs, state_refs = refs
+
+        def inner(*fresh_refs: Any) -> None:
+            values = jax.tree.map(lambda r: r[...], state_refs)
+            new = body(
+                [_OnTensorCore(r) for r in sum_refs], [_OnTensorCore(r) for r in fresh_refs], values
+            )
+            for ref, x in zip(jax.tree.leaves(state_refs), jax.tree.leaves(new), strict=True):
+                ref[...] = x
+
+        pl.run_scoped(inner, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in fresh))
+
+    sums, state = pl.run_state(run)(([plgpu.WGMMAAccumulatorRef.init(x) for x in sums], state))
+    return list(sums), state
+
+
+def row_tile(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns a shared-memory buffer whose last two axes are laid out for the tensor cores."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def tiled_layout(
+    tiles: Sequence[tuple[int, ...]], warp_dims: Sequence[int], lane_dims: Sequence[int]
+) -> Any:
+    """Returns a register layout: the dimensions of nested tiles dealt to warps, lanes and vectors.
+
+    Args:
+      tiles: sizes of the tiles, each of the tile before it; the last one is a vector in one lane.
+      warp_dims: which dimensions of the tiled shape, counted from its end, are spread over 4 warps.
+      lane_dims: which are spread over the 32 lanes of a warp.
+    """
+    dims = (tuple(warp_dims), tuple(lane_dims), -1)
+    layout = TiledLayout(Tiling(tuple(tiles)), *dims, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+HOPPER_SMS = 132
+"""Streaming multiprocessors of an H100 or H200, assumed where no GPU is present."""
+
+
+def num_sms() -> int:
+    """Returns the number of streaming multiprocessors of the GPU, or an H200's without one."""
+    device = jax.devices()[0]
+    return (
+        int(getattr(device, "core_count", HOPPER_SMS)) if device.platform == "gpu" else HOPPER_SMS
+    )
+
+
+def out_like(like: jax.Array, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of a kernel's result that varies over the mesh axes that `like` varies over."""
+    varying = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=varying)
+
+
+def causal_is_miscompiled() -> bool:
+    """Returns whether this CUDA's assembler is one that gets masked matrix products wrong."""
+    from jax._src.lib import cuda_versions
+
+    if cuda_versions is None:
+        return False
+    return 12080 <= cuda_versions.cuda_runtime_get_version() < 12091

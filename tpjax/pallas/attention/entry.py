@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The public function `flash_attention`: checks at the door, one leading axis, dispatch, and back."""
+"""The public function `flash_attention`: checks, one leading axis, dispatch, and back."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from tpjax.core._jax import is_tracer
 from tpjax.core.errors import message
 from tpjax.pallas import dispatch
 from tpjax.pallas.attention.implementations import IMPLEMENTATIONS
@@ -35,12 +36,13 @@ def flash_attention(
 ) -> Float[Array, "*B T H D"]:
     """Returns the visible values averaged with the softmax of scaled query-key products as weights.
 
-    Names and meaning are those of `jax.nn.dot_product_attention`, but for a query that sees no key: it
-    gives 0 here, and gradient 0. Scores and softmax are float32 (float64 for float64 inputs).
+    Names and meaning are those of `jax.nn.dot_product_attention`, but for a query that sees no key:
+    it gives 0 here, and gradient 0. Scores and softmax are float32 (float64 for float64 inputs).
 
     Args:
       query: [*B, T, H, D], bfloat16, float16, float32 or float64.
-      key: [*B, S, K, D] of the same dtype; query head h reads head h // (H // K), so H is a multiple of K.
+      key: [*B, S, K, D] of the same dtype; H is a multiple of K, and query head h reads key head
+        h // (H // K).
       value: like `key`.
       bias: added to the scaled scores; broadcastable to [*B, H, T, S]; None adds nothing.
       mask: true where a query may see a key; broadcastable to [*B, H, T, S]; None hides nothing.
@@ -48,8 +50,8 @@ def flash_attention(
       is_causal: hides keys after the query; both are counted from the front, whatever T and S are.
       query_seq_lengths: queries from this position on give 0; None means T.
       key_value_seq_lengths: keys from this position on are hidden; None means S.
-      local_window_size: how many keys to the left and to the right of its own position a query sees; one
-        number means both; None means all.
+      local_window_size: how many keys to the left and to the right of its own position a query
+        sees; one number means both; None means all.
       implementation: "pallas" or "xla"; None chooses.
 
     Returns:
@@ -150,7 +152,7 @@ def _check_scores_like(name: str, x: Any, scores: tuple[int, ...]) -> None:
 
 
 def _lengths(name: str, x: Any, batch: tuple[int, ...]) -> Array | None:
-    """Checks lengths [*B] and returns them with one axis; [1] is taken for calls without batch axes."""
+    """Checks lengths [*B], or [1] without batch axes, and returns them with one axis."""
     if x is None:
         return None
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
@@ -165,7 +167,7 @@ def _lengths(name: str, x: Any, batch: tuple[int, ...]) -> Array | None:
 def _scale(scale: Any, features: int) -> float:
     if scale is None:
         return max(features, 1) ** -0.5
-    if isinstance(scale, jax.core.Tracer) or np.ndim(scale) or isinstance(scale, bool):
+    if is_tracer(scale) or np.ndim(scale) or isinstance(scale, bool):
         remedy = "Multiply query by it where it is computed."
         raise TypeError(message(OP, "scale", "a number known when tracing", scale, remedy))
     try:
@@ -197,7 +199,7 @@ def _window(window: Any) -> tuple[int, int] | None:
 
 
 def _one_batch_axis(x: Any, batch: tuple[int, ...]) -> Array | None:
-    """Returns a bias or mask as [B or 1, H or 1, T or 1, S or 1]; only leading axes are broadcast."""
+    """Returns a bias or mask as [B or 1, H or 1, T or 1, S or 1]."""
     if x is None:
         return None
     x = jnp.asarray(x)

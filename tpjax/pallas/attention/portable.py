@@ -3,9 +3,9 @@
 """Attention in plain XLA operations: runs every call, on every machine.
 
 The equation is that of `tpjax.core.attention`. Both products keep the dtype of their operands and
-accumulate in float32; the softmax is float32. Grouped heads share keys and values without a copy. Scores
-that would not fit comfortably are formed one block of queries at a time, and formed again in the
-backward pass.
+accumulate in float32; the softmax is float32. Grouped heads share keys and values without a copy.
+Scores that would not fit comfortably are formed one block of queries at a time, and formed again in
+the backward pass.
 """
 
 import math
@@ -42,7 +42,7 @@ def attend_xla(
     is_causal: bool,
     local_window_size: tuple[int, int] | None,
 ) -> Array:
-    """Returns attention [B, T, H, D] of checked operands; bias and mask are [B or 1, H or 1, T or 1, S or 1]."""
+    """Returns attention [B, T, H, D]; bias and mask are [B or 1, H or 1, T or 1, S or 1]."""
     hidden = _Hidden(mask, query_seq_lengths, key_value_seq_lengths)
     options = {"scale": scale, "is_causal": is_causal, "local_window_size": local_window_size}
     batch, num_queries, heads, _ = query.shape
@@ -55,7 +55,7 @@ def attend_xla(
     rest = num_blocks * block - num_queries
 
     def split(x: Array | None, axis: int) -> Array | None:
-        """Puts blocks of queries in front; an array that is the same for all queries stays whole."""
+        """Puts blocks of queries in front; None where all queries share the same."""
         if x is None or x.shape[axis] == 1:
             return None
         pads = [(0, rest if a == axis else 0) for a in range(x.ndim)]
@@ -120,7 +120,7 @@ def _attend(
         scores += _grouped(bias, groups).astype(wide)
     if visible is not None:
         visible = _grouped(visible.reshape((1,) * (4 - visible.ndim) + visible.shape), groups)
-        # 0 * NaN is NaN: a broken value is taken out of the product and shown by its scores instead.
+        # 0 * NaN is NaN: a broken value leaves the product, and its scores tell of it instead.
         finite = jnp.isfinite(value)
         broken = jnp.moveaxis(~finite.all(-1), 1, 2)[:, :, None, None, :]
         value = jnp.where(finite, value, 0)

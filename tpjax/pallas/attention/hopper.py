@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on Hopper GPUs: the kernels of `forward` and `backward` as one differentiable call."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from tpjax.core.operator import Key
+from tpjax.pallas._mgpu import causal_is_miscompiled
+from tpjax.pallas.attention.backward import backward
+from tpjax.pallas.attention.config import CONFIGS, heuristic
+from tpjax.pallas.attention.forward import Plan, forward
+from tpjax.pallas.dispatch import current_target
+
+DTYPES = ("bfloat16", "float16")
+OUT_NAME, LSE_NAME = "flash_attention_out", "flash_attention_lse"
+"""Names under which a rematerialisation policy can keep what the backward pass needs."""
+
+
+class Residuals(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
+    query: Array
+    key: Array
+    value: Array
+    out: Array
+    lse: Array
+
+
+def unsupported(key: Key) -> str | None:
+    """Returns why the kernels cannot run a call, or None."""
+    for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
+        if key.given(name):
+            return f"it has {name}, which the kernel does not take"
+    if key.option("local_window_size") is not None:
+        return "it has local_window_size, which the kernel does not take"
+    query = key.aval("query")
+    if str(query.dtype) not in DTYPES:
+        return f"its dtype is {query.dtype}; the kernel takes {' and '.join(DTYPES)}"
+    features = query.shape[-1]
+    if features not in CONFIGS:
+        sizes = " or ".join(map(str, CONFIGS))
+        return f"its heads have {features} features; the kernel takes {sizes}"
+    if key.option("scale") <= 0:
+        return f"its scale is {key.option('scale'):g}; the kernel takes scales above zero"
+    if key.option("is_causal") and causal_is_miscompiled():
+        return "it is causal, and CUDA before 12.9.1 miscompiles that; a newer CUDA mends it"
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attend(query: Array, key: Array, value: Array, plan: Plan) -> Array:
+    return forward(query, key, value, plan)[0]
+
+
+def _attend_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Residuals]:
+    out, lse = forward(query, key, value, plan)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return out, Residuals(query, key, value, out, lse)
+
+
+def _attend_backward(plan: Plan, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array]:
+    return backward(*residuals, dout, plan)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def attend_hopper(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: None,
+    mask: None,
+    query_seq_lengths: None,
+    key_value_seq_lengths: None,
+    *,
+    scale: float,
+    is_causal: bool,
+    local_window_size: None,
+) -> Array:
+    """Returns attention [B, T, H, D] of operands that `unsupported` lets pass."""
+    absent = (bias, mask, query_seq_lengths, key_value_seq_lengths, local_window_size)
+    assert all(x is None for x in absent)
+    # The backward pass is traced later, perhaps outside of `tpjax.use`: the choice is kept in the plan.
+    interpret = current_target().interpret
+    config = heuristic(query.shape[-1], query.shape[1], key.shape[1], interpret)
+    return _attend(query, key, value, Plan(scale, is_causal, config, interpret))
