@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times every implementation of the operators on their production samples, side by side in one run.
+
+    python -m tpjax.pallas.bench                    # every operator
+    python -m tpjax.pallas.bench rms_norm
+
+Random data; median of five groups of calls, after a warm-up. Work is the row's `cost` forward, and
+for attention 3.5 times that (for a norm, the bytes of five passes instead of two) forward and
+backward.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tpjax.core.errors import UnsupportedError, did_you_mean
+from tpjax.core.operator import Op, Sample
+from tpjax.pallas.dispatch import IMPLEMENTATIONS, use
+from tpjax.pallas.ops import OPS
+
+GROUPS = 5
+BACKWARD_WORK = {"flash_attention": 3.5, "rms_norm": 2.5, "layer_norm": 2.5}
+"""Forward and backward work as a multiple of the forward call's: 7 products of 2, 5 passes of 2."""
+SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+
+
+class Timing(NamedTuple):
+    """One measured line."""
+
+    op: str
+    sample: str
+    implementation: str
+    direction: str
+    ms: float | None
+    """Median milliseconds a call; None where it did not run."""
+    tflops: float
+    """TFLOP/s by the row's cost."""
+    tbytes: float
+    """TB/s by the row's cost."""
+    note: str
+
+
+def arguments(sample: Sample) -> list[jax.Array | None]:
+    """Returns random arguments for the sample, standard normal."""
+    out: list[jax.Array | None] = []
+    for i, spec in enumerate(sample.arrays):
+        if spec is None:
+            out.append(None)
+            continue
+        name, dims = spec.rstrip("]").split("[")
+        shape = tuple(int(n) for n in dims.split(",") if n)
+        key = jax.random.key(i)
+        out.append(jax.random.normal(key, shape).astype(jnp.dtype(SHORT[name])))
+    return out
+
+
+def median_ms(fn: Callable[..., Any], *args: Any, budget_ms: float = 200.0) -> float:
+    """Returns the median time of a call in milliseconds, over groups that fill the budget."""
+    compiled = jax.jit(fn).lower(*args).compile()
+    jax.block_until_ready(compiled(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(*args))
+    once_ms = (time.perf_counter() - start) * 1e3
+    calls = max(3, min(200, int(budget_ms / max(once_ms, 1e-3))))
+    times = []
+    for _ in range(GROUPS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = compiled(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / calls * 1e3)
+    return sorted(times)[GROUPS // 2]
+
+
+def _both(op: Op, sample: Sample, args: list[Any]) -> Callable[..., Any]:
+    """Returns the function of value and gradients for a cotangent, which is the last argument."""
+    at = [i for i in op.diff if i < len(args) and args[i] is not None]
+
+    def run(*given: Any) -> Any:
+        *inputs, cotangent = given
+
+        def forward(*some: Any) -> Any:
+            full = list(inputs)
+            for i, x in zip(at, some, strict=True):
+                full[i] = x
+            return op.fn(*full, **sample.options)
+
+        out, vjp = jax.vjp(forward, *(inputs[i] for i in at))
+        return out, vjp(cotangent)
+
+    return run
+
+
+def time_op(op: Op) -> Iterator[Timing]:
+    """Yields forward and forward+backward timings of every implementation on the slow samples."""
+    for sample in op.samples:
+        if not sample.slow:
+            continue
+        args = arguments(sample)
+        cost = op.cost(*args, **sample.options)
+        out = jax.eval_shape(lambda *a, s=sample: op.fn(*a, **s.options), *args)
+        cotangent = jax.random.normal(jax.random.key(99), out.shape).astype(out.dtype)
+        forward = lambda *a, s=sample: op.fn(*a, **s.options)  # noqa: E731
+        for name in IMPLEMENTATIONS:
+            for direction, fn, given, work in (
+                ("fwd", forward, args, 1.0),
+                ("fwd+bwd", _both(op, sample, args), [*args, cotangent], BACKWARD_WORK[op.name]),
+            ):
+                ms, note = None, ""
+                try:
+                    with use(implementation=name):
+                        ms = median_ms(fn, *given)
+                except UnsupportedError as error:
+                    note = str(error)
+                except jax.errors.JaxRuntimeError as error:  # out of memory is a result
+                    note = str(error).split("\n")[0][:80]
+                seconds = float("inf") if ms is None else ms / 1e3
+                rates = (work * cost.flops / seconds / 1e12, work * cost.bytes / seconds / 1e12)
+                yield Timing(op.name, str(sample), name, direction, ms, *rates, note)
+
+
+def main(names: list[str]) -> None:
+    """Prints the table for the named operators, all if none is named."""
+    known = {op.name: op for op in OPS}
+    for name in names:
+        if name not in known:
+            sys.exit(f"bench: unknown operator {name!r}. {did_you_mean(name, known)}")
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
+    for name in names or known:
+        for t in time_op(known[name]):
+            shown = "  refused " if t.ms is None else f"{t.ms:9.3f} ms"
+            rates = t.note or f"{t.tflops:7.1f} TFLOP/s {t.tbytes:6.2f} TB/s"
+            print(f"{t.op:16s} {t.direction:8s} {t.implementation:7s} {shown} {rates}  {t.sample}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
