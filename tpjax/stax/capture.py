@@ -74,6 +74,17 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
         raise CaptureError(_explain(fn, error)) from error
 
 
+def donated_inputs(jaxpr: _jax.Jaxpr) -> list[bool]:
+    """Returns which inputs are donated by a jit that is all there is in the jaxpr."""
+    nothing = [False] * len(jaxpr.invars)
+    if len(jaxpr.eqns) != 1 or "donated_invars" not in jaxpr.eqns[0].params:
+        return nothing
+    eqn = jaxpr.eqns[0]
+    pairs = zip(eqn.invars, eqn.params["donated_invars"], strict=True)
+    given = {var for var, donated in pairs if donated and isinstance(var, _jax.Var)}
+    return [var in given for var in jaxpr.invars]
+
+
 def evaluate(jaxpr: _jax.Jaxpr, leaves: list[Any]) -> list[Any]:
     """Runs the jaxpr's equations on the leaves, under whatever trace is on."""
     return list(jaxpr_as_fun(jaxpr)(*leaves))

@@ -122,8 +122,8 @@ def operator_cost(op: str, key: Key) -> Cost | None:
     row = next((row for row in OPS if row.name == op), None)
     if row is None:
         return None
-    operands = [a and jax.ShapeDtypeStruct(a.shape, a.dtype) for _, a in key.operands]
-    return row.cost(*operands, **dict(key.options))
+    given = {n: jax.ShapeDtypeStruct(*aval) for n, aval in key.operands if aval is not None}
+    return row.cost(**given, **dict(key.options))
 
 
 def _equation_cost(eqn: _jax.Equation) -> Cost:

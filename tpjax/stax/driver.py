@@ -11,160 +11,32 @@ kernels' own gradients apply and nothing stands between them and the caller's co
 import functools
 import inspect
 import itertools
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Unpack, overload
 
 import jax
+import numpy as np
 
 from tpjax.core import _jax
-from tpjax.pallas.dispatch import record_choices
 from tpjax.stax import modules
-from tpjax.stax.capture import Capture, capture, evaluate
-from tpjax.stax.explanation import Explanation, StrictError, demand_kernels
-from tpjax.stax.options import EXACT, CompileOptions, describe, resolve
-from tpjax.stax.static import Static, static_of
-from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES, optimize
-from tpjax.stax_passes.report import Report
-
-MAX_ENTRIES = 256
-"""Rewritten jaxprs that one compiled function keeps; the least recently traced goes first."""
-
-_retrace = jax.make_user_context(0)
-_retrace_count = itertools.count(1)
-_nested: ContextVar[list[tuple[Report, ...]] | None] = ContextVar("tpjax_nested", default=None)
-
-
-class _SawModuleError(Exception):
-    """Tracing met a module: this call needs the road that writes state back."""
-
-
-class _Program:
-    """A function, its options and its cache: what the views bound to different objects share."""
-
-    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], bound: int) -> None:
-        self.fn = fn
-        self.given, self.bound = dict(options), bound
-        self.options = options = resolve(options)
-        nums, names = options["static_argnums"], options["static_argnames"]
-        self.static: Static = static_of(fn, nums, names, bound)
-        self.name = options["name"] or getattr(fn, "__name__", type(fn).__name__)
-        self.takes_modules = False
-        self.lock = threading.RLock()
-        self.entries: OrderedDict[Any, tuple[_jax.Jaxpr, Callable[[list[Any]], Any]]] = (
-            OrderedDict()
-        )
-        self._jits: dict[str, Any] = {}
-
-    def passes(self) -> Any:
-        """Returns the passes that the options ask for."""
-        if self.options["passes"] is not None:
-            return self.options["passes"]
-        return (CLEAN_UP,) if self.options["mode"] == EXACT else PASSES
-
-    def captured(self, args: tuple[Any, ...], kwargs: Any) -> AbstractContextManager[Capture]:
-        """Returns the call as a jaxpr, in a block in which its `finish` may be called."""
-        fn, args, kwargs = self.static.close(self.fn, args, kwargs)
-        if modules.any_module((args, kwargs)):
-            return modules.captured(fn, args, kwargs)
-        return nullcontext(capture(fn, args, kwargs))
-
-    def rewrite(self, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
-        """Returns the jaxpr rewritten, and the reports; `strict` raises what others warn of."""
-        strict = self.options["strict"]
-        try:
-            result = optimize(jaxpr, self.passes(), verify=self.options["verify"] or strict)
-        except RuntimeError as error:
-            raise StrictError(f"compile: {self.name}: {error}") if strict else error from error
-        if strict:
-            demand_kernels(self.name, result[1])
-        return result
-
-    def inline(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the rewritten equations under whatever trace is on."""
-        with self.captured(args, kwargs) as call:
-            jaxpr, reports = self.rewrite(call.jaxpr)
-            nested = _nested.get()
-            if nested is not None:
-                nested.append(reports)
-            return call.finish(evaluate(jaxpr, call.leaves))
-
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the call outside every transformation."""
-        if not self.takes_modules:
-            try:
-                return self.jit(False)(*args, **kwargs)
-            except _SawModuleError:
-                pass
-            except (TypeError, ValueError):
-                # A module need not be a pytree that jit can take.
-                if not modules.any_module((args, kwargs)):
-                    raise
-            self.takes_modules = True
-        return self.jit(True)(*args, **kwargs)
-
-    def jit(self, with_modules: bool) -> Any:
-        """Returns the jit of its own: JAX's, or the one of Flax that takes modules."""
-        key = "nnx" if with_modules else "jax"
-        with self.lock:
-            if key not in self._jits:
-                inner = self._trace_modules if with_modules else self._trace_arrays
-
-                @functools.wraps(self.fn, updated=())
-                def traced(*args: Any, **kwargs: Any) -> Any:
-                    return inner(args, kwargs)
-
-                traced.__name__ = self.name
-                static = {
-                    "static_argnums": self.static.argnums,
-                    "static_argnames": self.static.argnames,
-                }
-                make = modules.jit if with_modules else jax.jit
-                self._jits[key] = make(traced, **static)
-        return self._jits[key]
-
-    def _trace_modules(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with self.lock:
-            return self.inline(args, kwargs)
-
-    def _trace_arrays(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs while jit traces: captures and rewrites, once a signature for all threads."""
-        if modules.any_module((args, kwargs)):
-            raise _SawModuleError
-        _, rest, named = self.static.close(self.fn, args, kwargs)
-        leaves, tree = jax.tree.flatten((rest, named))
-        avals = tuple(jax.typeof(x) for x in leaves)
-        key = tree, avals, self.static.key(args, kwargs), _jax.trace_context()
-        with self.lock:
-            if key not in self.entries:
-                with self.captured(args, kwargs) as call:
-                    jaxpr, _ = self.rewrite(call.jaxpr)
-                    self.entries[key] = jaxpr, call.finish
-                if len(self.entries) > MAX_ENTRIES:
-                    self.entries.popitem(last=False)
-            self.entries.move_to_end(key)
-            jaxpr, finish = self.entries[key]
-        return finish(evaluate(jaxpr, leaves))
-
-    def clear(self) -> None:
-        """Forgets every entry."""
-        with self.lock:
-            self.entries.clear()
-            self._jits.clear()
+from tpjax.stax.explanation import Explanation
+from tpjax.stax.options import CompileOptions, describe, resolve
+from tpjax.stax.program import Program, fresh_traces
+from tpjax.stax.static import SameObject
 
 
 class Compiled:
     """What `tpjax.compile` returns: call it like the function it was made from."""
 
-    def __init__(self, program: _Program, bound: tuple[Any, ...] = ()) -> None:
+    def __init__(self, program: Program, bound: tuple[Any, ...] = ()) -> None:
         functools.update_wrapper(self, program.fn, updated=())
         self.__name__ = program.name
         self._program = program
         self._bound = bound
+        self._keeps: Any = None
+        if bound:
+            self.__signature__ = _without_first(program.fn, len(bound))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled function."""
@@ -176,11 +48,26 @@ class Compiled:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds the function, as a method of a class, to the object."""
-        return self if instance is None else Compiled(self._program, (*self._bound, instance))
+        if instance is None:
+            return self
+        if _is_data(instance):
+            return Compiled(self._program, (*self._bound, instance))
+        method = Compiled(self._program.of_objects(), (*self._bound, SameObject(instance)))
+        method._keeps = instance
+        return method
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Compiled) or self._program is not other._program:
+            return False
+        pairs = itertools.zip_longest(self._bound, other._bound)
+        return all(x is y or (isinstance(x, SameObject) and x == y) for x, y in pairs)
+
+    def __hash__(self) -> int:
+        return hash((id(self._program), len(self._bound)))
 
     def jaxpr(self, *args: Any, **kwargs: Any) -> _jax.Jaxpr:
         """Returns the rewritten jaxpr of the call; shapes (`jax.ShapeDtypeStruct`) will do."""
-        with _fresh_traces(), self._program.captured((*self._bound, *args), kwargs) as call:
+        with fresh_traces(), self._program.captured((*self._bound, *args), kwargs) as call:
             return self._program.rewrite(call.jaxpr)[0]
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,20 +80,7 @@ class Compiled:
 
         The call is traced anew but not run; shapes (`jax.ShapeDtypeStruct`) will do as arguments.
         """
-        reports: list[tuple[Report, ...]] = []
-        token = _nested.set(reports)
-        try:
-            captured = self._program.captured
-            with (
-                _fresh_traces(),
-                record_choices() as choices,
-                captured((*self._bound, *args), kwargs) as call,
-            ):
-                direct = tuple(choices)
-                result, own = optimize(call.jaxpr, self._program.passes())
-        finally:
-            _nested.reset(token)
-        return Explanation.of(self._program.name, call.jaxpr, result, own, tuple(reports), direct)
+        return self._program.explain((*self._bound, *args), kwargs)
 
     def clear(self) -> None:
         """Forgets every compiled entry; the next call traces and compiles anew."""
@@ -222,11 +96,22 @@ class Compiled:
         )
 
 
-@contextmanager
-def _fresh_traces() -> Iterator[None]:
-    """Hides JAX's caches of traces, so that everything inside is traced and chosen again."""
-    with _retrace(next(_retrace_count)):
-        yield
+def _is_data(x: Any) -> bool:
+    """Returns whether a method's object can be an argument: a module, or a pytree of arrays."""
+    if modules.is_module(x):
+        return True
+    leaves = jax.tree.leaves(x)
+    is_leaf = len(leaves) == 1 and leaves[0] is x
+    return not is_leaf and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+
+
+def _without_first(fn: Callable[..., Any], count: int) -> inspect.Signature | None:
+    """Returns the signature of `fn` once its first arguments are bound."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin
+        return None
+    return signature.replace(parameters=list(signature.parameters.values())[count:])
 
 
 @overload
@@ -277,12 +162,12 @@ def compile(fn: Any = None, **options: Any) -> Any:
     if isinstance(fn, Compiled):
         program = fn._program
         options = program.given | options
-        return Compiled(_Program(program.fn, options, program.bound), fn._bound) if options else fn
-    if isinstance(fn, MethodType) and modules.is_module(fn.__self__):
+        return Compiled(Program(program.fn, options, program.bound), fn._bound) if options else fn
+    if isinstance(fn, MethodType) and _is_data(fn.__self__):
         fn, bound = fn.__func__, (fn.__self__,)
     elif modules.is_module(fn):
         fn, bound = type(fn).__call__, (fn,)
-    return Compiled(_Program(fn, options, len(bound)), bound)
+    return Compiled(Program(fn, options, len(bound)), bound)
 
 
 compile.__doc__ = inspect.cleandoc(compile.__doc__ or "").replace("{options}", describe())

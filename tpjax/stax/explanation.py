@@ -65,6 +65,13 @@ def sites_of(hits: Iterable[Hit]) -> Iterator[Site]:
             yield _site(choice, hit.source)
 
 
+def _failed_sites(misses: Iterable[NearMiss]) -> Iterator[Site]:
+    """Yields the sites that a rule matched and then failed to rewrite."""
+    for miss in misses:
+        if miss.failed:
+            yield Site(miss.rule, AS_WRITTEN, miss.source, None, ((miss.rule, miss.reason),))
+
+
 def demand_kernels(name: str, reports: Sequence[Report]) -> None:
     """Raises `StrictError` if a rule failed or a recognised operator runs without its kernel."""
     for report in reports:
@@ -124,7 +131,7 @@ class Explanation:
         misses = dict.fromkeys(miss for report in everything for miss in report.near_misses)
         return cls(
             name,
-            (*map(_site, called), *sites_of(hits)),
+            (*map(_site, called), *sites_of(hits), *_failed_sites(misses)),
             tuple(misses),
             reports,
             cost_of(original, choices),

@@ -3,6 +3,7 @@
 """Which arguments of a function are static, by position and by name, as `jax.jit` takes them."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +32,42 @@ class Static:
             full = [fixed[i] if i in fixed else next(left) for i in range(len(args))]
             return fn(*full, **others, **named)
 
+        closed.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
         rest = tuple(x for i, x in enumerate(args) if i not in fixed)
         return closed, rest, {k: v for k, v in kwargs.items() if k not in named}
+
+    def and_first(self) -> "Static":
+        """Returns the same with the first argument static too."""
+        return Static(tuple(sorted({0, *self.argnums})), self.argnames)
 
     def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         """Returns the static values of a call, hashable as they must be."""
         positions = tuple((i, args[i]) for i in self.argnums if i < len(args))
         return positions, tuple((name, kwargs[name]) for name in self.argnames if name in kwargs)
+
+
+class SameObject:
+    """An object as a static argument: equal to itself alone, and not kept alive by JAX's caches."""
+
+    def __init__(self, x: Any) -> None:
+        self._hash = id(x)
+        try:
+            self._ref: Callable[[], Any] = weakref.ref(x)
+        except TypeError:  # a class with __slots__
+            self._ref = lambda: x
+
+    def get(self) -> Any:
+        """Returns the object."""
+        return self._ref()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SameObject):
+            return False
+        x = self.get()
+        return x is not None and x is other.get()
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 def static_of(

@@ -1,0 +1,241 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `python -m tpjax explain module:function ...` and `python -m tpjax ops`."""
+
+import argparse
+import difflib
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+_EXAMPLE = """\
+examples:
+  python -m tpjax explain mymodel:norm --shapes "bf16[8,512] scale=f32[512]"
+      what tpjax.compile does with norm(x, scale) of mymodel.py in this folder
+  python -m tpjax explain mymodel:loss --example mymodel:example_args --platform cuda
+      arguments that are no plain arrays, as example_args() returns them; chosen as on a GPU
+  python -m tpjax ops
+      the operators that have kernels, and where each kernel runs
+"""
+
+_EXPLAIN = """\
+Traces a function, without running it, and shows what tpjax.compile does with it: which lines became
+which operators, which kernel runs each, why others do not, and what nearly matched.
+
+The arguments are, in this order of preference:
+  --shapes    arrays separated by spaces: dtype[size,size,...], and name=dtype[...] by keyword.
+              dtypes: f32 bf16 f16 f64 i32 i8 u8 ... bool; f32[] is a scalar.
+  --example   module:callable that returns the arguments: a tuple of them, or the only one
+  neither     what the function's own attribute `example` returns or is
+"""
+
+
+class UsageError(Exception):
+    """A wrong command line: told in a line, exit code 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. Try {self.prog} --help.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m tpjax",
+        description="Explains what tpjax does with a function, and lists the operators it has.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
+    explain = commands.add_parser(
+        "explain",
+        help="show which kernels a function gets, and why",
+        description=_EXPLAIN,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    explain.add_argument("target", metavar="module:function", help="importable from this folder")
+    explain.add_argument("--shapes", metavar="TEXT", help='such as "f32[4,128] scale=f32[128]"')
+    explain.add_argument("--example", metavar="module:callable", help="returns the arguments")
+    explain.add_argument("--mode", default="default", help="as of tpjax.compile")
+    explain.add_argument("--platform", help="choose as on cpu, cuda, rocm or tpu")
+    explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    explain.set_defaults(run=_explain)
+    ops = commands.add_parser("ops", help="list the operators and where their kernels run")
+    ops.add_argument("--json", action="store_true", help="print the table as JSON")
+    ops.set_defaults(run=_ops)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code: 0 done, 1 an error, 2 a wrong command line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    try:
+        for word in arguments[:1]:
+            if not word.startswith("-") and word not in ("explain", "ops"):
+                raise UsageError(f"unknown command {word!r}. {_nearest(word, ('explain', 'ops'))}")
+        options = parser.parse_args(arguments)
+        if options.command is None:
+            parser.print_help()
+            return 0
+        options.run(options)
+    except UsageError as error:
+        print(f"tpjax: {error}", file=sys.stderr)
+        return 2
+    except _TraceError as error:
+        print(f"tpjax: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class _TraceError(Exception):
+    """The user's function cannot be traced with these arguments."""
+
+
+def _explain(options: argparse.Namespace) -> None:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    fn = _load(options.target)
+    if not callable(fn):
+        raise UsageError(f"{options.target} must be something to call; it is {type(fn).__name__}.")
+    args, kwargs = _arguments(options, fn)
+
+    import tpjax
+
+    with ExitStack() as stack:
+        try:
+            if options.platform:
+                stack.enter_context(tpjax.use(platform=options.platform))
+            explained = tpjax.explain(fn, mode=options.mode)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        try:
+            report = explained(*args, **kwargs)
+        except Exception as error:
+            first = str(error).strip().split("\n", 1)[0]
+            raise _TraceError(
+                f"{options.target} cannot be traced with these arguments: "
+                f"{type(error).__name__}: {first}"
+            ) from error
+    if options.json:
+        print(report.to_json())
+    else:
+        _show(report)
+
+
+def _show(report: Any) -> None:
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(report)
+    else:
+        print(report)
+
+
+def _arguments(options: argparse.Namespace, fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments to trace with."""
+    if options.shapes is not None:
+        from tpjax.stax.shapes import parse_shapes
+
+        try:
+            return parse_shapes(options.shapes)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    example = _load(options.example) if options.example else getattr(fn, "example", None)
+    if example is None:
+        raise UsageError(
+            f'{options.target} needs arguments: --shapes "f32[4,128]" or --example module:callable.'
+        )
+    if callable(example):
+        try:
+            example = example()
+        except Exception as error:
+            raise _TraceError(f"the example raised {type(error).__name__}: {error}") from error
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def _load(target: str) -> Any:
+    """Returns the object at "module:name" or "module:Class.method"."""
+    module_name, colon, path = target.partition(":")
+    if not colon or not module_name or not path:
+        raise UsageError(f"expected module:function; got {target!r}.")
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UsageError(f"importing {module_name} needs {error.name}, absent here.") from error
+        near = _nearest(module_name, _module_names(module_name))
+        raise UsageError(f"no module {module_name!r} here. {near}".rstrip()) from error
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"importing {module_name} raised {what}") from error
+    for name in path.split("."):
+        if not hasattr(value, name):
+            near = _nearest(name, _callables(value))
+            raise UsageError(f"{module_name} has no {path!r}. {near}".rstrip())
+        value = getattr(value, name)
+    return value
+
+
+def _callables(value: Any) -> Iterable[str]:
+    return (n for n in dir(value) if not n.startswith("_") and callable(getattr(value, n, None)))
+
+
+def _module_names(wanted: str) -> list[str]:
+    """Returns names of modules near the wanted one: beside it in its package, or at the top."""
+    package, dot, _ = wanted.rpartition(".")
+    paths: Any = None
+    if dot:
+        try:
+            paths = importlib.import_module(package).__path__
+        except (ImportError, AttributeError):
+            return _module_names(package)
+    names = [info.name for info in pkgutil.iter_modules(paths)]
+    return [f"{package}.{name}" for name in names] if dot else names
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def _ops(options: argparse.Namespace) -> None:
+    from tpjax.pallas.support import support_rows
+
+    rows = [_row(row) for row in support_rows()]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _row(row: Any) -> dict[str, Any]:
+    """Returns a row of the support table as plain data."""
+    as_dict: Callable[[], dict[str, Any]] | None = getattr(row, "_asdict", None)
+    if as_dict is not None:
+        return dict(as_dict())
+    return dict(row) if isinstance(row, dict) else dict(vars(row))
+
+
+def _cell(value: Any) -> str:
+    if value is None or value == ():
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
