@@ -77,6 +77,10 @@ class DecoderConfig:
                 raise TypeError(message("DecoderConfig", name, "a number", repr(value)))
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(message("DecoderConfig", name, "positive and finite", value))
+        for name in ("tied", "scan_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(message("DecoderConfig", name, "True or False", repr(value)))
         if self.num_heads % self.num_kv_heads:
             must, remedy = (
                 "a divisor of num_heads",
@@ -178,7 +182,8 @@ class Attention(nnx.Module):
         key = rope(self.key(x).reshape(batch, length, c.num_kv_heads, c.head_dim), c.rope_base)
         value = self.value(x).reshape(batch, length, c.num_kv_heads, c.head_dim)
 
-        query = query.reshape(batch, length, c.num_kv_heads, -1, c.head_dim)
+        group = c.num_heads // c.num_kv_heads
+        query = query.reshape(batch, length, c.num_kv_heads, group, c.head_dim)
         scores = jnp.einsum("BTKGD,BSKD->BKGTS", query, key).astype(jnp.float32)
         scores = scores / math.sqrt(c.head_dim)
         causal = jnp.tril(jnp.ones((length, length), dtype=bool))
@@ -261,6 +266,10 @@ def _check_tokens(op: str, tokens: Array, max_length: int) -> None:
 
 def next_token_loss(model: Decoder, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
     """Returns the mean negative log-likelihood, in nats, of tokens 1..T given those before each."""
+    if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        must, got = "[B, T+1] with B and T at least 1", f"shape {tokens.shape}"
+        remedy = "The last token of a row is only a target."
+        raise ValueError(message("next_token_loss", "tokens", must, got, remedy))
     logits = model(tokens[:, :-1])
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     picked = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)

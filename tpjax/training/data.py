@@ -88,7 +88,7 @@ def load_text(source: str | os.PathLike[str] = "kjv") -> Corpus:
     if name in SOURCES:
         return SOURCES[name].load()
     path = Path(name).expanduser()
-    if not path.exists():
+    if not name or not path.exists():
         remedy = "Check the spelling and the current folder."
         if len(path.parts) <= 1 and not path.suffix:
             remedy = did_you_mean(name, SOURCES)
@@ -291,6 +291,8 @@ class Batches:
 
     def samples(self, index: np.ndarray) -> Int32[np.ndarray, "B T+1"]:
         """Returns the samples with these global indices, such as one process's rows of a batch."""
+        if np.any(np.asarray(index) < 0):
+            raise ValueError(message("Batches", "index", "at least 0", np.min(index)))
         epoch, place = np.divmod(np.asarray(index, np.int64), self.num_windows)
         window = np.empty_like(place)
         for e in np.unique(epoch):
