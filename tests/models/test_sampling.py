@@ -19,6 +19,9 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
+logits_of = jax.jit(Decoder.__call__)
+
+
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     return Decoder(CONFIG, rngs=nnx.Rngs(0))
@@ -30,7 +33,7 @@ def test_likeliest_tokens_are_those_of_a_growing_text(model, length):
     prompt = inputs(f"i32[2,{length}]", 0) % CONFIG.vocab_size
     text = prompt
     for _ in range(10):
-        last = model(text[:, -CONFIG.max_length :])[:, -1]
+        last = logits_of(model, text[:, -CONFIG.max_length :])[:, -1]
         text = jnp.concatenate([text, jnp.argmax(last, -1)[:, None].astype(jnp.int32)], axis=1)
     written = sample(model, prompt, 10, temperature=0.0, key=jax.random.key(0))
     assert_close("tokens", written, text[:, length:], 0)
@@ -40,7 +43,7 @@ def test_likeliest_tokens_are_those_of_a_growing_text(model, length):
 def test_tokens_are_drawn_from_the_softmax(model, temperature):
     prompt = jnp.full((4000, 3), 7, jnp.int32)
     drawn = sample(model, prompt, 1, temperature=temperature, key=jax.random.key(0))[:, 0]
-    expected = jax.nn.softmax(model(prompt[:1])[0, -1] / temperature)
+    expected = jax.nn.softmax(logits_of(model, prompt[:1])[0, -1] / temperature)
     seen = np.bincount(drawn, minlength=CONFIG.vocab_size) / 4000
     # Five standard errors of a share counted 4,000 times.
     assert np.all(np.abs(seen - expected) <= 5 * np.sqrt(expected * (1 - expected) / 4000) + 1e-6)

@@ -108,7 +108,7 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
     "125m": DecoderConfig(
         vocab_size=32_768, num_layers=12, embed_dim=768, num_heads=12, num_kv_heads=4, head_dim=64,
-        hidden_dim=2048, max_length=4096, tied=True, dtype="bfloat16",
+        hidden_dim=2048, max_length=4096, dtype="bfloat16",
     ),
     "1b": DecoderConfig(
         vocab_size=32_768, num_layers=16, embed_dim=2048, num_heads=16, num_kv_heads=8,
