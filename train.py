@@ -35,7 +35,7 @@ from tpjax.models import flops_per_token
 from tpjax.models.sampling import sample
 from tpjax.training import console as show
 from tpjax.training.baseline import Baseline, ngram_baseline
-from tpjax.training.checkpoint import Checkpoints, SaveError
+from tpjax.training.checkpoint import Checkpoints, RestoreError, SaveError
 from tpjax.training.config import Config, override
 from tpjax.training.data import Batches, Corpus, Split, load_text
 from tpjax.training.flags import DEFAULT_PRESET, NEWEST, Request, read_command_line
@@ -53,6 +53,10 @@ from tpjax.training.metrics import (
 from tpjax.training.report import write_report
 from tpjax.training.step import State, loss_of, new_model, step_of
 from tpjax.training.stop import Stop
+
+SHAPES = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim",
+          "hidden_dim", "tied", "scan_layers", "param_dtype", "optimizer")  # fmt: skip
+"""Fields that say which arrays a state holds: a run goes on with the same."""
 
 
 class Run(NamedTuple):
@@ -124,6 +128,11 @@ def check_saved(run: Run, saved: dict[str, Any]) -> None:
         must, got = "the one the run was trained on", f"other bytes: {run.corpus}"
         remedy = "Start a run of its own for another text."
         raise ValueError(message("resume", "the text", must, got, remedy))
+    for change in run.changes:
+        name = change.split(":")[0]
+        if name in SHAPES:
+            must, remedy = "that of the checkpoint", "Leave it out, or start a run of its own."
+            raise ValueError(message("resume", name, must, change, remedy))
     step = saved["progress"]["step"]
     if step >= run.config.last_step:
         must, got = "before the last step", f"step {step} of {run.config.last_step}"
@@ -189,7 +198,8 @@ class Built(NamedTuple):
     parts: Parts
     state: State
     progress: Progress
-    explanation: dict[str, Any] | None
+    explanation: Any
+    """What `tpjax.explain` says of the loss; None under plain jax.jit."""
     facts: dict[str, str]
     memory: Memory | None
 
@@ -217,9 +227,10 @@ def build(run: Run, log: show.Log, stop: Stop) -> Built:
     held_out = Batches(run.split.validation, c.batch_size, c.length)
     tokens = run.place.put(batches.batch(progress.sample_index))
     start = time.perf_counter()
-    step = jax.jit(step_of(c, loss), donate_argnums=0).lower(state, tokens).compile()
+    step = jax.jit(step_of(c, loss), donate_argnums=0, out_shardings=run.place.replicated)
+    step = step.lower(state, tokens).compile()
     compile_s = time.perf_counter() - start
-    explanation = tpjax.explain(plain)(state.params, tokens).as_dict() if c.compile else None
+    explanation = tpjax.explain(plain)(state.params, tokens) if c.compile else None
 
     memory = memory_of(step)
     params = sum(x.size for x in jax.tree.leaves(state.params))
@@ -273,13 +284,14 @@ def finish(console: Console, run: Run, built: Built, sampled: tuple[str, str], e
         console.print(f"\nSample after {sampled[0]!r}:", markup=False)
         console.print(sampled[0] + sampled[1], markup=False, style="cyan")
     if built.explanation is not None:
-        show.show_kernels(console, built.explanation)
+        console.print("\nWhat tpjax.compile did:")
+        console.print(built.explanation)
     path = run.folder / REPORT
     versions = {"python": platform.python_version(), "tpjax": tpjax.__version__}
     try:
         write_report(
             path, config=config, history=progress.history, prompt=sampled[0], sample=sampled[1],
-            kernels=built.explanation, baseline=counted,
+            kernels=built.explanation and built.explanation.as_dict(), baseline=counted,
             environment=built.facts | versions,
             memory=built.memory._asdict() if built.memory else None,
             summary={"steps": progress.step, "rejected steps": progress.bad_steps},
@@ -323,7 +335,11 @@ def main(argv: list[str]) -> int:
 
     log = show.Log(console, run.config.last_step, run.config.log_interval)
     with Stop() as stop, jax.set_mesh(run.place.mesh):
-        built = build(run, log, stop)
+        try:
+            built = build(run, log, stop)
+        except RestoreError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         show.show_pairs(console, "Run", built.facts)
         state, failed, sampled = built.state, None, ("", "")
         try:
@@ -342,4 +358,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    try:
+        sys.exit(main(sys.argv))
+    except KeyboardInterrupt:  # before there was anything to save, or for the second time
+        sys.exit(130)

@@ -245,7 +245,7 @@ class Checkpoints:
         return State(**found)
 
     def _compare(self, path: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
-        for name in (*wanted, *saved):
+        for name in sorted({*wanted, *saved}, key=lambda n: (not n.startswith("params"), n)):
             has, needs = saved.get(name, "no such array"), wanted.get(name, "no such array")
             if has != needs:
                 count = sum(saved.get(n) != wanted.get(n) for n in {*saved, *wanted})

@@ -7,12 +7,13 @@ nothing that is printed has control codes.
 """
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -95,46 +96,12 @@ class Log:
 
 def show_pairs(console: Console, title: str, pairs: Mapping[str, str]) -> None:
     """Prints names and values, one pair a row."""
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
     table.add_column("name", no_wrap=True)
     table.add_column("value", overflow="fold")
     for name, value in pairs.items():
-        table.add_row(name, _plain(value))
+        table.add_row(name, escape(value))
     console.print(table)
-
-
-def _plain(text: str) -> str:
-    """The text with rich's markup escaped."""
-    return text.replace("[", "\\[")
-
-
-def _rows(sites: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, str, str, str]]:
-    rows: Counter[tuple[str, str, str, str]] = Counter()
-    for site in sites:
-        refused = "; ".join(f"{r['implementation']}: {r['reason']}" for r in site["refused"])
-        rows[site["source"], site["op"], site["label"], refused] += 1
-    return rows
-
-
-def show_kernels(console: Console, explanation: Mapping[str, Any]) -> None:
-    """Prints which line of the model runs as what, and why others do not.
-
-    Args:
-      console: where to.
-      explanation: `Explanation.as_dict()`.
-    """
-    table = Table(title="Kernels", title_justify="left")
-    for column in ("line", "operator", "runs as", "times", "refused, and why"):
-        table.add_column(column, overflow="fold", justify="right" if column == "times" else "left")
-    for (source, op, label, refused), times in _rows(explanation["sites"]).items():
-        table.add_row(*map(_plain, (source, op, label, f"{times}", refused)))
-    misses = Counter((m["source"], m["rule"], m["reason"]) for m in explanation["near_misses"])
-    for (source, rule, reason), times in misses.items():
-        table.add_row(*map(_plain, (source, rule, "as written", f"{times}", reason)))
-    if table.row_count:
-        console.print(table)
-    else:
-        console.print("Kernels: no line of the model was replaced.")
 
 
 class Stopwatch:

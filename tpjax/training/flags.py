@@ -76,11 +76,10 @@ def _to_folder(text: str) -> str | None:
 class _ResumeFlag(flags.Flag):
     """A flag that may stand alone, as `--resume`, or have a value."""
 
-    boolean = True
-
     def __init__(self) -> None:
         parser = _Parser("resume", _to_folder, "a folder")
         super().__init__(parser, None, "resume", None, OPTIONS["resume"])
+        self.boolean = True
 
 
 def _to_int(text: str) -> int:

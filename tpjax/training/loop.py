@@ -234,16 +234,18 @@ def fit(parts: Parts, state: State, progress: Progress) -> State:
     progress.bad_in_a_row = 0
     with parts.log.running(progress.step):
         meter.watch.lap_ms()
-        while progress.step < c.last_step and parts.stop.signal is None:
+        while (
+            progress.step < c.last_step and parts.stop.signal is None and meter.bad_window is None
+        ):
             tokens = parts.place.put(parts.batches.batch(progress.sample_index))
             state, metrics = parts.step(state, tokens)
             progress.step += 1
             progress.sample_index += c.batch_size
             meter.sent(progress.step, metrics)
-            if meter.bad_window is not None:
-                break
             _between_steps(parts, state, progress, meter)
         meter.settle()
+    if parts.stop.signal is not None:
+        parts.log.say(f"{parts.stop.name}: saving step {progress.step}, then stopping")
     _save(parts, state, progress)
     if progress.step == c.steps and meter.bad_window is None:
         _validate(parts, state, progress, 0)

@@ -60,26 +60,30 @@ def devices_of(platform: str | None) -> Sequence[Any]:
         raise RuntimeError(message("train", "platform", must, got, remedy)) from None
 
 
-def place(config: Config, devices: Sequence[Any]) -> Placement:
-    """Returns the mesh of a run: `num_devices`, or the most devices that divide the batch.
+def count_devices(config: Config, found: int) -> int:
+    """Returns how many of the devices found a run uses: those asked for, or the most that divide.
 
     Raises:
-      ValueError: `num_devices` are not there or do not divide the batch.
+      ValueError: `num_devices` are not there, or do not divide the batch.
     """
-    batch, asked, found = config.batch_size, config.num_devices, len(devices)
+    batch, asked = config.batch_size, config.num_devices
     if asked > found:
-        must = f"at most the {found} found"
-        raise ValueError(message("train", "num_devices", must, asked))
+        raise ValueError(message("train", "num_devices", f"at most the {found} found", asked))
     if asked and batch % asked:
         below, above = batch // asked * asked, (batch // asked + 1) * asked
         near = f"{below} or {above}" if below else f"{above}"
-        must = f"a multiple of num_devices, {asked}"
-        remedy = f"Take batch_size={near}."
+        must, remedy = f"a multiple of num_devices, {asked}", f"Take batch_size={near}."
         raise ValueError(message("train", "batch_size", must, batch, remedy))
-    count = asked or max(n for n in range(1, found + 1) if batch % n == 0)
+    return asked or max(n for n in range(1, found + 1) if batch % n == 0)
+
+
+def place(config: Config, devices: Sequence[Any]) -> Placement:
+    """Returns the mesh of a run over the first `count_devices` devices."""
+    found = len(devices)
+    count = count_devices(config, found)
     note = ""
-    if count < found and not asked:
-        note = f"{found - count} more idle: {count} is the most that divides a batch of {batch}"
+    if count < found and not config.num_devices:
+        note = f"{found - count} more stand idle: {count} is the most that divides the batch"
     chosen = np.asarray(devices[:count], dtype=object)
     return Placement(Mesh(chosen, (DATA,), axis_types=(AxisType.Auto,)), note)
 

@@ -82,7 +82,7 @@ def step_of(config: Config, loss: Loss) -> Step:
 
     def step(state: State, tokens: Int[Array, "B T+1"]) -> tuple[State, Metrics]:
         value, grads = jax.value_and_grad(loss)(state.params, tokens)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
 
         updates, after = optimizer.update(grads, state.optimizer, state.params)
