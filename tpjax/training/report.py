@@ -118,7 +118,7 @@ def write_report(
         per byte), "tokens_per_s", "step_ms", "learning_rate", "grad_norm", "mfu"; absent or None
         where not measured. Empty for a run stopped before its first step.
       sample: text the model wrote after `prompt`.
-      kernels: `Explanation.as_dict()`: "sites", "near_misses", "passes", "cost".
+      kernels: `Explanation.as_dict()` of the step; None where it was not compiled by tpjax.
       baseline: what counting reaches on the same validation text.
       environment: versions, devices, mesh, dtype and why.
       memory: bytes by name; keys ending in `_bytes` are shown in MiB or GiB.
@@ -289,16 +289,17 @@ def _pairs(values: Any) -> str:
 
 def _kernels(kernels: Mapping[str, Any] | None) -> list[str]:
     if kernels is None:
-        return []
+        note = "The step did not go through tpjax.compile: XLA ran the model as written."
+        return [_section("Kernels", f'<p class="note">{note}</p>')]
     sites: Counter[tuple[str, ...]] = Counter()
     for site in kernels.get("sites", ()):
         refused = "<br>".join(
             f"<code>{_text(r['implementation'])}</code>: {_text(r['reason'])}"
             for r in site.get("refused", ())
         )
-        label = site.get("label", site.get("implementation", ""))
-        kind = "pallas" if label == "pallas" else ""
-        row = (f"<code>{_text(site['op'])}</code>", f'<span class="{kind}">{_text(label)}</span>',
+        kind = {"pallas": "pallas", "as written": "failed"}.get(site["label"], "")
+        label = f'<span class="{kind}">{_text(site["label"])}</span>'
+        row = (f"<code>{_text(site['op'])}</code>", label,
                f"<code>{_text(site['source'])}</code>", refused)  # fmt: skip
         sites[row] += 1
     rows = [[*row[:3], number(count), row[3]] for row, count in sites.items()]
@@ -320,8 +321,21 @@ def _kernels(kernels: Mapping[str, Any] | None) -> list[str]:
         _section("Kernels", _table(head, rows) if rows else none),
         _section("Near misses", _table(miss_head, near) if near else ""),
         _section("Passes", _table(pass_head, passes) if passes else ""),
-        _section("Cost of a step", _pairs(kernels.get("cost") or {})),
+        _section("Cost by the equations", _cost(kernels)),
     ]
+
+
+def _cost(kernels: Mapping[str, Any]) -> str:
+    cost = kernels.get("cost") or {}
+    before, after = cost.get("before", {}), cost.get("after", {})
+    names = {"flops": "FLOPs", "bytes": "bytes, unfused", "equations": "equations"}
+    rows = [
+        [name, number(before[key]), number(after[key])]
+        for key, name in names.items()
+        if key in before and key in after
+    ]
+    told = [f'<p class="note">{_text(note)}</p>' for note in kernels.get("notes", ())]
+    return "".join([_table(("", "as written", "rewritten"), rows), *told]) if rows else ""
 
 
 def _numbers(history: Sequence[Mapping[str, Any]]) -> str:
