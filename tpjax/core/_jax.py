@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one module, outside the kernels, that touches JAX internals; tested on JAX 0.11.2 and 0.12.
 
-Everything here is small and named for what it means to the compiler, so that a change in JAX is mended
-in one place. `tpjax.pallas._mgpu` is its counterpart for kernels.
+Everything here is small and named for what it means to the compiler, so that a change in JAX is
+mended in one place. `tpjax.pallas._mgpu` is its counterpart for kernels.
 """
 
+import functools
 import os
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -34,8 +36,13 @@ def _summary(info: Any) -> str:
     frame = _source.user_frame(info.traceback)
     if frame is None:
         return "unknown"
-    path = os.path.relpath(frame.file_name)
-    return f"{frame.file_name if path.startswith('..') else path}:{frame.start_line}"
+    return f"{_short_path(frame.file_name, os.getcwd())}:{frame.start_line}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _short_path(path: str, folder: str) -> str:
+    short = os.path.relpath(path, folder)
+    return path if short.startswith("..") else short
 
 
 def source_of(eqn: Equation) -> str:
@@ -89,7 +96,7 @@ SUBJAXPRS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("jaxpr",),
     "shard_map": ("jaxpr",),
 }
-"""Primitives whose bodies a rewrite may enter, and the parameters that hold them; others are opaque."""
+"""Primitives whose bodies a rewrite may enter, and the parameters that hold them."""
 
 
 OPERATOR_PREFIX = "tpjax_"
@@ -129,7 +136,7 @@ def with_subjaxprs(eqn: Equation, bodies: list[Jaxpr]) -> Equation:
 
 
 def is_plain_jit(eqn: Equation) -> bool:
-    """Returns whether the equation is a jit that carries no donation, sharding or compiler option."""
+    """Returns whether the equation is a jit without donation, sharding or compiler option."""
     if eqn.primitive.name not in ("jit", "pjit") or operator_of(eqn) is not None:
         return False
     params = eqn.params
@@ -161,7 +168,7 @@ def is_small_helper(eqn: Equation, max_equations: int) -> bool:
 
 
 def retrace(fn: Any, like: Jaxpr) -> Jaxpr:
-    """Traces `fn` to a jaxpr with the inputs of `like`: shapes, dtypes, weak types and shardings."""
+    """Traces `fn` to a jaxpr with the inputs of `like`: shapes, weak types and shardings too."""
     return jax.make_jaxpr(fn)(*like.in_avals)
 
 
@@ -189,26 +196,33 @@ def must_stay(eqn: Equation) -> bool:
     return any(not _partial_eval.dceable_effects.contains(effect) for effect in eqn.effects)
 
 
-def lasting_effects(jaxpr: Jaxpr) -> frozenset[str]:
-    """Returns the kinds of effects of the equations that must stay, those of bodies included."""
-    kinds: set[str] = set()
-    for eqn in jaxpr.eqns:
-        if must_stay(eqn):
-            kinds.update(type(effect).__name__ for effect in eqn.effects)
-    return frozenset(kinds)
+def lasting(jaxpr: Jaxpr) -> Counter[str]:
+    """Returns the primitives of the equations that must stay, bodies included, and how many."""
+    found: Counter[str] = Counter()
+    stack = [jaxpr]
+    while stack:
+        for eqn in stack.pop().eqns:
+            if must_stay(eqn):
+                bodies = subjaxprs(eqn)
+                stack.extend(bodies)
+                found.update(() if bodies else (eqn.primitive.name,))
+    return found
 
 
 def named_by_effects(jaxpr: Jaxpr) -> set[Var]:
-    """Returns the inputs and constants that the jaxpr's effects name: references it reads or writes."""
+    """Returns the inputs and constants that effects name: references read or written."""
     named = (getattr(effect, "input", None) for effect in jaxpr.effects)
     return {var for var in named if isinstance(var, Var)}
 
 
 def is_array(aval: Any) -> bool:
     """Returns whether the type is an ordinary array's: not a reference, a token or a PRNG key's."""
-    return isinstance(aval, _core.ShapedArray) and not jax.numpy.issubdtype(
-        aval.dtype, jax.dtypes.extended
-    )
+    return isinstance(aval, _core.ShapedArray) and not is_key(aval)
+
+
+def array_type(atom: Any) -> Any:
+    """Returns the type of a variable or literal that is an array, with its shape and dtype."""
+    return atom.aval
 
 
 def is_local(aval: Any) -> bool:

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings equations to one form and removes those that change nothing.
 
-Every rule keeps the bits of evaluating the original equations one by one: NaNs count as equal whatever
-their payload, and so do subnormal numbers that a machine flushes to zero. Hence `x + 0.0` stays (it
-turns -0.0 into 0.0), `x * 0.0` and `x - x` stay (NaN, infinity), and `x ** 1.0` stays (a power of
-floats rounds as the machine likes) where `x ** 1` goes. A rule fires only if shape, dtype, weak type
-and sharding stay; and only if gradients of the new equations are those of the old, so that a chain of
-dtypes is cut short only where it comes back to where it started.
+Every rule keeps the bits of evaluating the original equations one by one: NaNs count as equal
+whatever their payload, and so do subnormal numbers that a machine flushes to zero. Hence `x + 0.0`
+stays (it turns -0.0 into 0.0), `x * 0.0` and `x - x` stay (NaN, infinity), and `x ** 1.0` stays (a
+power of floats rounds as the machine likes) where `x ** 1` goes. A rule fires only if shape, dtype,
+weak type and sharding stay; and only if gradients of the new equations are those of the old, so
+that a chain of dtypes is cut short only where it comes back to where it started.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,11 @@ from jax import lax
 from tpjax.core import _jax
 from tpjax.stax_passes.sweep import Atom, Edit, Level, sweeping_pass
 
-Rule = Callable[[Level, _jax.Equation], "Atom | _jax.Equation | None"]
-"""Returns the value that the equation's result is, or the equation to put there, or None."""
+Rule = Callable[[Level, _jax.Equation], "Atom | _jax.Equation | str | None"]
+"""Returns the value that the equation's result is, or the equation to put there, or None.
+
+A string says why the rule almost fired.
+"""
 
 MIRRORED = {
     lax.add_p: lax.add_p, lax.mul_p: lax.mul_p, lax.and_p: lax.and_p, lax.or_p: lax.or_p,
@@ -37,7 +40,11 @@ def number(level: Level, atom: Atom) -> np.ndarray | None:
     maker = level.maker(atom)
     if maker is not None and maker.primitive.name == "broadcast_in_dim":
         atom = maker.invars[0]
-    if not isinstance(atom, _jax.Literal) or atom.aval.shape or _jax.is_tracer(atom.val):
+    if (
+        not isinstance(atom, _jax.Literal)
+        or _jax.array_type(atom).shape
+        or _jax.is_tracer(atom.val)
+    ):
         return None
     return np.asarray(atom.val)
 
@@ -52,13 +59,22 @@ def _constant_last(level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
     return eqn.replace(primitive=MIRRORED[eqn.primitive], invars=[right, left])
 
 
-def _drop_operand(neutral: Callable[[np.ndarray], bool], level: Level, eqn: _jax.Equation) -> Atom:
+def _drop_operand(
+    neutral: Callable[[np.ndarray], bool], level: Level, eqn: _jax.Equation
+) -> "Atom | str | None":
     """Returns the first operand if the second is neutral; complex numbers round, so they stay."""
     x, constant = eqn.invars
-    if jnp.issubdtype(x.aval.dtype, jnp.complexfloating):
+    if not _jax.is_array(x.aval) or jnp.issubdtype(_jax.array_type(x).dtype, jnp.complexfloating):
         return None
     value = number(level, constant)
-    return x if value is not None and neutral(value) else None
+    if value is None:
+        return None
+    if not neutral(value):
+        if eqn.primitive is lax.add_p and value == 0:
+            return "adding 0.0 turns -0.0 into 0.0"
+        return None
+    result = eqn.outvars[0].aval
+    return x if x.aval is result else f"the result is {result}, not {x.aval}"
 
 
 def _is_one(value: np.ndarray) -> bool:
@@ -137,7 +153,8 @@ def _convert(level: Level, eqn: _jax.Equation) -> "Atom | _jax.Equation | None":
     if inner is None or inner.primitive is not eqn.primitive or eqn.params["sharding"] is not None:
         return None
     x = inner.invars[0]
-    start, middle, end = x.aval.dtype, eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    ends = (x, eqn.invars[0], eqn.outvars[0])
+    start, middle, end = (_jax.array_type(atom).dtype for atom in ends)
     if inner.params["sharding"] is not None or not _jax.is_array(x.aval):
         return None
     if not keeps_values(start, middle):
@@ -153,12 +170,13 @@ def _convert(level: Level, eqn: _jax.Equation) -> "Atom | _jax.Equation | None":
 
 def _in_order(eqn: _jax.Equation) -> bool:
     """Returns whether the equation changes the shape and leaves the elements in order."""
-    name, aval = eqn.primitive.name, eqn.outvars[0].aval
+    name = eqn.primitive.name
     if name == "reshape":
         return eqn.params["dimensions"] is None and eqn.params["sharding"] is None
     if name == "broadcast_in_dim":
         dims = eqn.params["broadcast_dimensions"]
-        same_size = len(eqn.invars) == 1 and eqn.invars[0].aval.size == aval.size
+        sizes = {_jax.array_type(atom).size for atom in (eqn.invars[0], eqn.outvars[0])}
+        same_size = len(eqn.invars) == 1 and len(sizes) == 1
         return same_size and list(dims) == sorted(dims) and eqn.params["sharding"] is None
     return name == "squeeze"
 
@@ -262,7 +280,9 @@ def _edit(level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
         return eqn
     for name, rule in RULES.get(eqn.primitive.name, ()):
         new = rule(level, eqn)
-        if isinstance(new, _jax.Equation):
+        if isinstance(new, str):
+            level.log.near_miss(name, eqn, new)
+        elif isinstance(new, _jax.Equation):
             level.log.hit(name, eqn)
             eqn = new
         elif new is not None and new.aval is eqn.outvars[0].aval:

@@ -3,7 +3,8 @@
 """Drops what nothing reads: equations, results and operands of calls and loops, constants.
 
 Equations that print, call back, check, write to a reference or are ordered stay, in their order; so
-does what they read. A loop keeps the carried values that its results, its condition or its effects need.
+does what they read. A loop keeps the carried values that its results, its condition or its effects
+need.
 """
 
 from operator import or_

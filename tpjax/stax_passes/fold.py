@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes now what depends on no input, where the result is the same on every machine.
 
-Folded are moves, choices, comparisons, conversions, integer and boolean arithmetic, and sums, differences
-and products of floats: IEEE 754 fixes their bits. Not folded are quotients, roots and everything
-transcendental (machines differ in the last bit), results that are NaN or subnormal, undefined integer
-operations, random bits, keys, and results over 1 MiB.
+Folded are moves, choices, comparisons, conversions, integer and boolean arithmetic, and sums,
+differences and products of floats: IEEE 754 fixes their bits. Not folded are quotients, roots and
+everything transcendental (machines differ in the last bit), results that are NaN or subnormal,
+undefined integer operations, random bits, keys, and results over 1 MiB.
 
-A scalar becomes an operand of its readers; an array of equal numbers stays a broadcast of one, and an
-iota stays an iota, as these are the shortest forms of a constant; any other array becomes a constant.
+A scalar becomes an operand of its readers; an array of equal numbers stays a broadcast of one, and
+an iota stays an iota, as these are the shortest forms of a constant; any other array becomes a
+constant.
 """
 
 import math
@@ -20,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from tpjax.core import _jax
-from tpjax.stax_passes.sweep import Atom, Edit, Level, sweeping_pass
+from tpjax.stax_passes.sweep import Atom, Level, sweeping_pass
 
 MAX_BYTES = 2**20
 """Bytes of the largest folded result, counted once for each of its readers."""
@@ -32,7 +33,7 @@ class _Refused(Exception):
     """The result is not the same everywhere; the message says why, to follow "not folded:"."""
 
 
-# -- how each primitive is computed -----------------------------------------------------------------
+# -- how each primitive is computed ---------------------------------------------------------------
 
 
 def _divide(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -90,10 +91,10 @@ def _convert(x: np.ndarray, new_dtype: Any, weak_type: bool, sharding: Any) -> n
     if new_dtype == np.bool_:
         return x != 0
     result = x.astype(new_dtype)
-    rounds_once = x.dtype == np.float32 or jnp.finfo(new_dtype).bits >= 32 if from_float else False
-    if jnp.issubdtype(new_dtype, jnp.floating) and not rounds_once:
-        wide = np.float64 if from_float else x.dtype
-        if jnp.finfo(new_dtype).bits < 32 and (result.astype(wide) != x.astype(wide)).any():
+    if jnp.issubdtype(new_dtype, jnp.floating) and jnp.finfo(new_dtype).bits < 32:
+        # The way from a number that float32 does not hold may round there first.
+        single = x.astype(np.float32)
+        if (single.astype(x.dtype) != x).any() and not np.isnan(single).any():
             raise _Refused("a machine may round the number in two steps")
     return result
 
@@ -101,7 +102,9 @@ def _convert(x: np.ndarray, new_dtype: Any, weak_type: bool, sharding: Any) -> n
 def _iota(*, dtype: Any, shape: tuple[int, ...], dimension: int, sharding: Any) -> np.ndarray:
     del sharding
     line = np.arange(shape[dimension]).astype(dtype)
-    return np.broadcast_to(line.reshape([-1 if i == dimension else 1 for i in range(len(shape))]), shape)
+    return np.broadcast_to(
+        line.reshape([-1 if i == dimension else 1 for i in range(len(shape))]), shape
+    )
 
 
 def _broadcast(
@@ -146,6 +149,11 @@ def _not(x: np.ndarray) -> np.ndarray:
     return np.logical_not(x) if x.dtype == np.bool_ else np.invert(x)
 
 
+def _shift_right_arithmetic(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    signed = np.dtype(f"i{x.dtype.itemsize}")  # lax fills with the top bit of unsigned numbers too
+    return (x.view(signed) >> y.astype(signed)).view(x.dtype)
+
+
 ELEMENTWISE: dict[str, Evaluate] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "abs": np.abs,
     "div": _divide, "rem": _remainder, "max": _extreme(np.maximum), "min": _extreme(np.minimum),
@@ -153,7 +161,7 @@ ELEMENTWISE: dict[str, Evaluate] = {
     "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "not": _not, "shift_left": _shift(np.left_shift),
     "shift_right_logical": _shift(_shift_right_logical),
-    "shift_right_arithmetic": _shift(np.right_shift), "select_n": _select, "clamp": _clamp,
+    "shift_right_arithmetic": _shift(_shift_right_arithmetic), "select_n": _select, "clamp": _clamp,
     "convert_element_type": _convert, "floor": np.floor, "ceil": np.ceil,
     "square": lambda x: x * x, "is_finite": np.isfinite,
 }  # fmt: skip
@@ -169,7 +177,6 @@ MOVES: dict[str, Evaluate] = {
 """Primitives that move elements and compute nothing."""
 
 
-
 DTYPES = frozenset(
     np.dtype(name)
     for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -178,7 +185,7 @@ DTYPES = frozenset(
 
 def compute(eqn: _jax.Equation, operands: list[np.ndarray]) -> np.ndarray:
     """Returns the equation's result for the operands, or raises `_Refused`."""
-    name, aval = eqn.primitive.name, eqn.outvars[0].aval
+    name, aval = eqn.primitive.name, _jax.array_type(eqn.outvars[0])
     with np.errstate(all="ignore"):
         if name in MOVES:
             result = np.asarray(MOVES[name](*operands, **eqn.params))
@@ -203,7 +210,7 @@ def _check_numbers(result: np.ndarray, operands: list[np.ndarray]) -> None:
             raise _Refused("a subnormal number may be flushed to zero")
 
 
-# -- the pass -----------------------------------------------------------------------------------
+# -- the pass -------------------------------------------------------------------------------------
 
 
 class _Folder:
@@ -220,13 +227,14 @@ class _Folder:
         name = eqn.primitive.name
         if eqn.effects or (name not in ELEMENTWISE and name not in MOVES):
             return eqn
-        if not all(_foldable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-            return eqn
         if not all(self._is_known(atom) for atom in eqn.invars):
             return eqn
+        if not all(_foldable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            return eqn
         (var,) = eqn.outvars
-        scalar = name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
-        if name == "iota" or (scalar and var.aval.shape):
+        shape = _jax.array_type(var).shape
+        scalar = name == "broadcast_in_dim" and not _jax.array_type(eqn.invars[0]).shape
+        if name == "iota" or (scalar and shape):
             self.known[var] = eqn
             return eqn
         try:
@@ -236,7 +244,7 @@ class _Folder:
             level.log.near_miss("fold", eqn, f"not folded: {refusal}")
             return eqn
         level.log.hit("fold", eqn)
-        if var.aval.shape and _is_uniform(value):
+        if shape and _is_uniform(value):
             self.known[var] = new = _broadcast_of(value, eqn)
             return new
         level.replace(var, _jax.literal(value, var.aval))
@@ -292,6 +300,4 @@ def _broadcast_of(value: np.ndarray, eqn: _jax.Equation) -> _jax.Equation:
     )
 
 
-fold_constants = sweeping_pass(
-    "fold_constants", "Computes now what depends on no input.", _Folder
-)
+fold_constants = sweeping_pass("fold_constants", "Computes now what depends on no input.", _Folder)

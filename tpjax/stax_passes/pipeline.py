@@ -60,6 +60,7 @@ def optimize(
       the rounds of a group added up.
 
     Raises:
+      TypeError: `jaxpr` is not a jaxpr.
       ValueError: a group does not settle; the message names the pass.
       RuntimeError: under `verify`, a pass raised or made an ill-typed jaxpr; the message names it.
 
@@ -69,6 +70,9 @@ def optimize(
       >>> len(jaxpr.eqns), len(optimized.eqns)
       (2, 1)
     """
+    if not isinstance(jaxpr, _jax.Jaxpr):
+        remedy = "Trace a function first: jax.make_jaxpr(function)(*arguments)."
+        raise TypeError(message("optimize", "jaxpr", "a jaxpr", type(jaxpr).__name__, remedy))
     result, reports = _run(jaxpr, passes, checked=verify, verify=verify)
     if not verify and result is not jaxpr and _fault(jaxpr, result) is not None:
         # A pass broke the types. Looking after each finds it; that is rare, so paid only now.
@@ -111,6 +115,10 @@ def _step(
     """Runs one pass; returns the jaxpr as it was, and the reason, if the pass fails."""
     try:
         result, report = run(jaxpr)
+        if not (isinstance(result, _jax.Jaxpr) and isinstance(report, Report)):
+            raise TypeError(
+                f"a pass returns a jaxpr and a Report; got {result!r:.40}, {report!r:.40}"
+            )
         fault = _fault(jaxpr, result) if checked and result is not jaxpr else None
     except UnsupportedError:
         raise  # an implementation that the user asked for by name cannot run: no pass has failed
@@ -148,9 +156,9 @@ def _fault(before: _jax.Jaxpr, after: _jax.Jaxpr) -> str | None:
         old, new = getattr(before, what), getattr(after, what)
         if old != new:
             return f"{what} changed from {old} to {new}"
-    gone = _jax.lasting_effects(before) - _jax.lasting_effects(after)
+    gone = _jax.lasting(before) - _jax.lasting(after)
     if gone:
-        return f"it dropped effects: {', '.join(sorted(gone))}"
+        return f"it dropped what must stay: {', '.join(sorted(gone.elements()))}"
     try:
         _jax.check(after)
     except Exception as error:
@@ -159,14 +167,15 @@ def _fault(before: _jax.Jaxpr, after: _jax.Jaxpr) -> str | None:
 
 
 def _added_up(run: Pass, history: list[Report]) -> Report:
-    """Returns one report for the rounds of a pass; near misses are those of the last round."""
-    return Report(
-        _name(run),
-        tuple(hit for report in history for hit in report.hits),
-        history[-1].near_misses,
-        history[0].equations_before,
-        history[-1].equations_after,
-    )
+    """Returns one report for the rounds of a pass.
+
+    Near misses are those of the last round; equations are counted as if the passes of the group had
+    run one after the other, each once.
+    """
+    before = history[0].equations_before
+    removed = sum(report.equations_before - report.equations_after for report in history)
+    hits = tuple(hit for report in history for hit in report.hits)
+    return Report(_name(run), hits, history[-1].near_misses, before, before - removed)
 
 
 def _name(run: Pass) -> str:

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges equations that compute the same value from the same operands.
 
-Two equations are the same when primitive, parameters, operands, types and context agree; operands of
-commutative primitives in any order. Draws of random numbers with one key merge, as they are equal.
-Equations with effects, and what stands apart on purpose (barriers, collectives), never merge.
+Two equations are the same when primitive, parameters, operands, types and context agree; operands
+of commutative primitives in any order. Draws of random numbers with one key merge, as they are
+equal. Equations with effects, and what stands apart on purpose (barriers, collectives), never
+merge.
 """
 
 from collections.abc import Hashable
@@ -17,15 +18,15 @@ from tpjax.core import _jax
 from tpjax.stax_passes.sweep import Atom, Edit, Level, sweeping_pass
 
 APART = frozenset({
-    "optimization_barrier", "rng_uniform", "copy", "psum", "psum2", "psum_invariant", "pmax", "pmin",
-    "ppermute", "pbroadcast", "all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter",
+    "optimization_barrier", "rng_uniform", "copy", "psum", "psum2", "psum_invariant", "pmax",
+    "pmin", "ppermute", "pbroadcast", "all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter",
     "psum_scatter", "ragged_all_to_all",
 })  # fmt: skip
 """Primitives that two equations of one value do not share: barriers, state, collectives."""
 
 COMMUTATIVE = frozenset({"add", "mul", "add_any", "and", "or", "xor", "eq", "ne"})
 COMMUTATIVE_INTEGERS = frozenset({"max", "min"})
-"""Of floats they are not, in bits: which zero of -0.0 and 0.0 is returned may depend on the order."""
+"""Of floats they are not, in bits: of -0.0 and 0.0, which is returned may depend on the order."""
 
 
 def _start(level: Level) -> Edit:
@@ -72,7 +73,7 @@ def _operand_key(atom: Atom) -> Hashable | None:
         return atom
     if _jax.is_tracer(atom.val) or not _jax.is_array(atom.aval):
         return None
-    return atom.aval, np.asarray(atom.val, atom.aval.dtype).tobytes()
+    return atom.aval, np.asarray(atom.val, _jax.array_type(atom).dtype).tobytes()
 
 
 def _exact(value: Any) -> Hashable:
@@ -85,8 +86,10 @@ def _exact(value: Any) -> Hashable:
 
 
 def _is_commutative(eqn: _jax.Equation) -> bool:
-    dtype = getattr(eqn.invars[0].aval, "dtype", None) if len(eqn.invars) == 2 else None
-    if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
+    if len(eqn.invars) != 2 or not _jax.is_array(eqn.invars[0].aval):
+        return False
+    dtype = _jax.array_type(eqn.invars[0]).dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     name = eqn.primitive.name
     if name in COMMUTATIVE_INTEGERS:

@@ -63,6 +63,13 @@ class Level:
         """Returns what stands for the operand now."""
         return self._instead.get(atom, atom) if isinstance(atom, _jax.Var) else atom
 
+    def read(self, eqn: _jax.Equation) -> _jax.Equation:
+        """Returns the equation with what stands for its operands now."""
+        for atom in eqn.invars:
+            if isinstance(atom, _jax.Var) and atom in self._instead:
+                return eqn.replace(invars=[self.current(atom) for atom in eqn.invars])
+        return eqn
+
     def maker(self, atom: Atom) -> _jax.Equation | None:
         """Returns the equation of this level that makes the operand, or None."""
         return self.made.get(atom) if isinstance(atom, _jax.Var) else None
@@ -116,14 +123,7 @@ def _walk(
     eqns: list[_jax.Equation] = []
     same = True
     for old in jaxpr.eqns:
-        operands = [level.current(atom) for atom in old.invars]
-        changed = any(a is not b for a, b in zip(operands, old.invars, strict=True))
-        eqn = old.replace(invars=operands) if changed else old
-        bodies = _jax.subjaxprs(eqn)
-        if bodies:
-            walked = [_walk(body, start, log, done) for body in bodies]
-            if any(a is not b for a, b in zip(walked, bodies, strict=True)):
-                eqn = _jax.with_subjaxprs(eqn, walked)
+        eqn = _with_bodies(level.read(old), start, log, done)
         new = edit(level, eqn)
         same = same and new is old
         if new is not None:
@@ -135,3 +135,14 @@ def _walk(
     result = jaxpr if same else _jax.edited(jaxpr, eqns, outvars)
     done[id(jaxpr)] = (jaxpr, result)  # the key is an id: the jaxpr must live as long
     return result
+
+
+def _with_bodies(
+    eqn: _jax.Equation, start: Callable[[Level], Edit], log: Log, done: dict[int, Any]
+) -> _jax.Equation:
+    bodies = _jax.subjaxprs(eqn)
+    if not bodies:
+        return eqn
+    walked = [_walk(body, start, log, done) for body in bodies]
+    changed = any(a is not b for a, b in zip(walked, bodies, strict=True))
+    return _jax.with_subjaxprs(eqn, walked) if changed else eqn

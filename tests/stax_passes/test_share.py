@@ -1,0 +1,97 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Shared subexpressions: what merges, and what must stay apart."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.harness import inputs
+from tests.stax_passes.programs import primitives, rules_fired
+from tpjax.stax_passes.share import share_subexpressions
+
+X, Y = inputs("f32[2,3]", 0), inputs("f32[2,3]", 1)
+N = inputs("i32[2,3]", 2)
+KEY, OTHER = jax.random.key(0), jax.random.key(1)
+TABLE = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def _twice(function: Any) -> Any:
+    return lambda *args: (function(*args), function(*args))
+
+
+MERGES: list[tuple[str, Any, tuple[Any, ...], int]] = [
+    ("R08 x * 2", _twice(lambda x: x * 2), (X,), 1),
+    ("a chain", _twice(lambda x: jnp.sin(x * 2) + 1), (X,), 3),
+    ("either order", lambda x, y: (x * y, y * x, x + y, y + x), (X, Y), 2),
+    ("integers, either order", lambda n: (lax.max(n, n * 3), lax.max(n * 3, n)), (N,), 2),
+    ("R08 one key", _twice(lambda k: jax.random.bits(k, (2,))), (KEY,), 1),
+    ("one key, split", _twice(lambda k: jax.random.split(k)), (KEY,), 1),
+    ("a whole scan", _twice(lambda x: lax.cumsum(x, 0)), (X,), 1),
+    ("a call", _twice(jax.nn.silu), (X,), 1),
+    ("through a merge", lambda x, y: (jnp.sin(x * y) - 1, jnp.sin(y * x) - 1), (X, Y), 3),
+]
+
+APART: list[tuple[str, Any, tuple[Any, ...]]] = [
+    ("R08 other keys", lambda k, q: (jax.random.bits(k), jax.random.bits(q)), (KEY, OTHER)),
+    ("R08 effects", _twice(lambda x: jax.debug.callback(lambda v: None, x)), (X,)),
+    ("other parameters", lambda x: (x.sum(0), x.sum(1)), (X,)),
+    ("other literals", lambda x: (x * 2.0, x * 3.0), (X,)),
+    ("zeros of either sign", lambda x: (x * 0.0, x * -0.0), (X,)),
+    ("not commutative", lambda x, y: (x - y, y - x), (X, Y)),
+    ("which zero", lambda x, y: (lax.max(x, y), lax.max(y, x)), (X, Y)),
+    ("complex products round", lambda x, y: (lax.complex(x, y) * lax.complex(y, x),
+                                             lax.complex(y, x) * lax.complex(x, y)), (X, Y)),
+    ("barriers", _twice(lambda x: lax.optimization_barrier(x)), (X,)),
+    ("weak and strong", lambda x: (x * 2.0, x * np.float32(2)), (2.0,)),
+    ("other dtypes", lambda x: (x.astype("bfloat16"), x.astype("float16")), (X,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "merged"), [r[1:] for r in MERGES], ids=[r[0] for r in MERGES]
+)
+def test_R08_equal_equations_merge(fn, args, merged) -> None:
+    _, fired, _ = rules_fired(fn, *args, passes=(share_subexpressions,))
+    assert fired == {"common_subexpression": merged}
+
+
+@pytest.mark.parametrize(("fn", "args"), [row[1:] for row in APART], ids=[row[0] for row in APART])
+def test_R08_what_must_stay_apart(fn, args) -> None:
+    result, fired, _ = rules_fired(fn, *args, passes=(share_subexpressions,))
+    traced = primitives(jax.make_jaxpr(fn)(*args))
+    assert primitives(result).count(traced[-1]) == traced.count(traced[-1])
+    assert not fired.keys() - {"common_subexpression"}
+
+
+def test_R08_array_literals_merge_by_their_bits() -> None:
+    def fn(x: jax.Array) -> Any:
+        one, other, third = (jnp.arange(6.0) * 2 + c for c in (1, 1, 2))
+        return x + one, x + other, x + third
+
+    result, _, _ = rules_fired(fn, jnp.ones(6))
+    assert primitives(result) == ["add", "add"]
+
+
+def test_R08_reads_of_a_reference_never_merge() -> None:
+    def fn(x: jax.Array) -> Any:
+        ref = jax.new_ref(x)
+        first = ref[0]
+        ref[0] = first + 1
+        return first, ref[0]
+
+    result, fired, _ = rules_fired(fn, jnp.ones(3))
+    assert primitives(result).count("get") == 2
+    assert not fired["common_subexpression"]
+
+
+def test_R08_merging_stays_within_its_body() -> None:
+    def fn(x: jax.Array) -> Any:
+        return lax.cond(x[0, 0] > 0, lambda y: jnp.sin(y), lambda y: jnp.sin(y) + 1, jnp.sin(x))
+
+    _, fired, _ = rules_fired(fn, X, passes=(share_subexpressions,))
+    assert not fired
