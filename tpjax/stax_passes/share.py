@@ -18,9 +18,10 @@ from tpjax.core import _jax
 from tpjax.stax_passes.sweep import Atom, Edit, Level, sweeping_pass
 
 APART = frozenset({
-    "optimization_barrier", "rng_uniform", "copy", "psum", "psum2", "psum_invariant", "pmax",
-    "pmin", "ppermute", "pbroadcast", "all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter",
-    "psum_scatter", "ragged_all_to_all",
+    "optimization_barrier", "rng_uniform", "copy",
+    "psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pbroadcast",
+    "all_gather", "all_gather_invariant", "all_to_all", "ragged_all_to_all",
+    "reduce_scatter", "psum_scatter",
 })  # fmt: skip
 """Primitives that two equations of one value do not share: barriers, state, collectives."""
 
