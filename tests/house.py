@@ -157,9 +157,7 @@ def public_names_have_docstrings(source: Source) -> Iterator[Fault]:
 
 
 def _undocumented(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[Fault]:
-    for node in ast.walk(parent) if isinstance(parent, ast.Module) else parent.body:
-        if isinstance(parent, ast.Module) and node not in _top_level(parent):
-            continue
+    for node in _top_level(parent):
         if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
             continue
         marks = {getattr(d, "attr", getattr(d, "id", "")) for d in node.decorator_list}
@@ -169,8 +167,8 @@ def _undocumented(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[Fa
             yield from _undocumented(node, f"{node.name}.")
 
 
-def _top_level(tree: ast.Module) -> list[ast.stmt]:
-    """Returns the statements of a module, those under a top-level `if` or `try` included."""
+def _top_level(tree: ast.Module | ast.ClassDef) -> list[ast.stmt]:
+    """Returns the statements of a module or class, those under its `if` or `try` included."""
     found, stack = [], list(tree.body)
     while stack:
         node = stack.pop()
