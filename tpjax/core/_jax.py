@@ -71,6 +71,34 @@ def bind(eqn: Equation, *invals: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+@contextmanager
+def inside(eqn: Equation):
+    """Traces what stands in the block as part of the equation's body: on a shard_map's axes."""
+    if eqn.primitive.name != "shard_map":
+        yield
+        return
+    mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+    axes = [(k, v) for k, v in mesh.shape.items() if k in manual | set(mesh.manual_axes)]
+    types = dict.fromkeys(manual, jax.sharding.AxisType.Manual)
+    with (
+        _core.extend_axis_env_nd(axes),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(types)),
+        _config._check_vma(eqn.params["check_vma"]),
+    ):
+        yield
+
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def evaluate(eqn: Equation, *invals: Any) -> list[Any]:
+    """Evaluates the equation on known numbers, outside every trace and mesh."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with _core.set_current_trace(_core.eval_trace), jax.sharding.use_abstract_mesh(_NO_MESH):
+        out = eqn.primitive.bind(*invals, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
 def check(jaxpr: Jaxpr) -> None:
     """Raises `jax.extend.core.JaxprTypeError` when the jaxpr is not well typed."""
     _core.check_jaxpr(jaxpr)

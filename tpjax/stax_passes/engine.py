@@ -101,7 +101,8 @@ def _rewrite(
     bodies: dict[int, _jax.Equation] = {}
     for index, node in enumerate(graph.nodes):
         inner = _jax.subjaxprs(node.eqn)
-        new = [_rewrite(body, rows, log, done) for body in inner]
+        with _jax.inside(node.eqn):
+            new = [_rewrite(body, rows, log, done) for body in inner]
         if any(a is not b for a, b in zip(inner, new, strict=True)):
             bodies[index] = _jax.with_subjaxprs(node.eqn, new)
     result = jaxpr

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from tpjax.core import _jax
@@ -24,6 +23,17 @@ MOVES = frozenset(
     {"convert_element_type", "broadcast_in_dim", "reshape", "stop_gradient", "squeeze"}
 )
 """Primitives that leave the numbers of a per-row or scalar value as they are."""
+
+
+MARKS_VARYING = frozenset({"pvary", "pcast"})
+"""Primitives of `shard_map` that say over which devices a value may differ; the numbers stay."""
+
+ACROSS_DEVICES = frozenset({
+    "all_gather", "all_gather_invariant", "all_to_all", "axis_index", "pbroadcast", "pmax", "pmin",
+    "ppermute", "psum", "psum2", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
+    "unreduced_psum",
+})  # fmt: skip
+"""Primitives whose value depends on the device, so that it is not known while tracing."""
 
 
 @dataclass(eq=False)
@@ -116,13 +126,14 @@ class Graph:
             return None if hidden else np.asarray(known)
         node = self.node_of(value)
         small = node is not None and self.size(value) <= 1 and len(node.outs) == 1
-        if node is None or depth == 0 or not small or node.eqn.effects or not is_pure(node):
+        if node is None or depth == 0 or not small or not is_pure(node):
             return None
         operands = [self.constant(i, depth - 1) for i in node.ins]
         if any(x is None for x in operands):
             return None
-        with jax.ensure_compile_time_eval():
-            return np.asarray(_jax.bind(node.eqn, *operands)[0])
+        if node.name in MARKS_VARYING:
+            return operands[0]
+        return np.asarray(_jax.evaluate(node.eqn, *operands)[0])
 
     def scalar(self, value: int) -> float | None:
         """Returns the number that every element of the value has, if it depends on no input."""
@@ -161,6 +172,8 @@ class Graph:
 
 def is_pure(node: Node) -> bool:
     """Returns whether evaluating the node on its own means what it means in place."""
+    if node.name in ACROSS_DEVICES:
+        return False
     return not node.eqn.effects and not _jax.subjaxprs(node.eqn)
 
 
