@@ -90,7 +90,7 @@ def _bodies(eqn: _jax.Equation, notes: dict[str, None]) -> list[tuple[_jax.Jaxpr
         costs = [(cost_of(branch).flops, i) for i, branch in enumerate(params["branches"])]
         return [(params["branches"][max(costs)[1]], 1.0)] if costs else []
     if name == "shard_map":
-        mesh, manual = params["mesh"], params.get("manual_axes", ())
+        mesh, manual = params["mesh"], params.get("newly_manual_axes", ())
         return [(params["jaxpr"], float(math.prod(mesh.shape[axis] for axis in manual)))]
     found = [v for v in params.values() if hasattr(v, "eqns") and hasattr(v, "invars")]
     return [(found[0], 1.0)] if found else []

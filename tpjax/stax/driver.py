@@ -29,12 +29,12 @@ from tpjax.stax.static import SameObject
 class Compiled:
     """What `tpjax.compile` returns: call it like the function it was made from."""
 
-    def __init__(self, program: Program, bound: tuple[Any, ...] = ()) -> None:
+    def __init__(self, program: Program, bound: tuple[Any, ...] = (), keeps: Any = None) -> None:
         functools.update_wrapper(self, program.fn, updated=())
         self.__name__ = program.name
         self._program = program
         self._bound = bound
-        self._keeps: Any = None
+        self._keeps = keeps
         if bound:
             self.__signature__ = _without_first(program.fn, len(bound))
 
@@ -52,9 +52,8 @@ class Compiled:
             return self
         if _is_data(instance):
             return Compiled(self._program, (*self._bound, instance))
-        method = Compiled(self._program.of_objects(), (*self._bound, SameObject(instance)))
-        method._keeps = instance
-        return method
+        bound = (*self._bound, SameObject(instance))
+        return Compiled(self._program.of_objects(), bound, instance)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Compiled) or self._program is not other._program:
@@ -160,9 +159,9 @@ def compile(fn: Any = None, **options: Any) -> Any:
         )
     bound: tuple[Any, ...] = ()
     if isinstance(fn, Compiled):
-        program = fn._program
-        options = program.given | options
-        return Compiled(Program(program.fn, options, program.bound), fn._bound) if options else fn
+        if not options:
+            return fn
+        return Compiled(fn._program.with_options(options), fn._bound, fn._keeps)
     if isinstance(fn, MethodType) and _is_data(fn.__self__):
         fn, bound = fn.__func__, (fn.__self__,)
     elif modules.is_module(fn):

@@ -66,6 +66,7 @@ class Program:
         )
         self._jits: dict[str, Any] = {}
         self._of_objects: Program | None = None
+        self._base: Program | None = None
 
     def of_objects(self) -> "Program":
         """Returns the program as a method of objects that are no pytrees: known by identity."""
@@ -79,7 +80,14 @@ class Program:
 
                 self._of_objects = Program(method, self.given, self.bound)
                 self._of_objects.static = self.static.and_first()
+                self._of_objects._base = self
         return self._of_objects
+
+    def with_options(self, options: Mapping[str, Any]) -> "Program":
+        """Returns the same function with other options; those not named stay."""
+        if self._base is not None:
+            return self._base.with_options(options).of_objects()
+        return Program(self.fn, self.given | dict(options), self.bound)
 
     def passes(self) -> Any:
         """Returns the passes that the options ask for."""

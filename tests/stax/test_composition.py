@@ -1,0 +1,152 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""`tpjax.compile` under every JAX transformation gives plain JAX's values and gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpjax
+from tests.harness import assert_close, inputs, run_python
+from tests.stax.functions import TOL, block, choices_of, loss, params
+
+Fn = Callable[..., Any]
+
+
+def _scan(fn: Fn) -> Fn:
+    def layers(p: Any, x: jax.Array) -> Any:
+        stacked = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a, a + 0.1]), p)
+        return jax.lax.scan(lambda h, layer: (fn(layer, h), None), x, stacked)[0]
+
+    return layers
+
+
+def _total(fn: Fn) -> Fn:
+    return lambda p, x: jnp.sum(jnp.sin(fn(p, x)))
+
+
+def _inside_another(fn: Fn) -> Fn:
+    return tpjax.compile(lambda p, x: fn(p, fn(p, x)))
+
+
+TRANSFORMS: dict[str, Fn] = {
+    "itself": lambda f: f,
+    "jit": lambda f: jax.jit(lambda p, x: f(p, x)),
+    "grad": lambda f: jax.grad(_total(f), argnums=(0, 1)),
+    "jit of value_and_grad": lambda f: jax.jit(jax.value_and_grad(_total(f))),
+    "vmap": lambda f: lambda p, x: jax.vmap(f, (None, 0))(p, jnp.stack([x, 2 * x])),
+    "vmap of grad": lambda f: jax.jit(
+        lambda p, x: jax.vmap(jax.grad(_total(f)), (None, 0))(p, jnp.stack([x, 2 * x]))
+    ),
+    "jacrev": lambda f: jax.jit(
+        lambda p, x: jax.jacrev(lambda s: f(p | {"scale": s}, x))(p["scale"])
+    ),
+    "checkpoint": lambda f: jax.jit(jax.grad(_total(jax.checkpoint(f)))),
+    "scan": lambda f: jax.jit(_scan(f)),
+    "grad of scan": lambda f: jax.jit(jax.grad(_total(_scan(f)))),
+    "grad of scan of checkpoint": lambda f: jax.jit(jax.grad(_total(_scan(jax.checkpoint(f))))),
+    "another compiled function": _inside_another,
+    "grad of another": lambda f: jax.jit(jax.grad(_total(_inside_another(f)))),
+    "vjp": lambda f: jax.jit(lambda p, x: jax.vjp(f, p, x)[1](jnp.ones_like(x))),
+    "while": lambda f: lambda p, x: jax.lax.fori_loop(0, jnp.int32(3), lambda i, h: f(p, h) + i, x),
+    "cond": lambda f: lambda p, x: jax.lax.cond(x.sum() > 0, f, lambda p, x: -f(p, x), p, x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_composes(name: str) -> None:
+    transform, args = TRANSFORMS[name], (params(), inputs("f32[12,16]", 9))
+    actual, choices = choices_of(transform(tpjax.compile(block)), *args)
+    assert_close(name, actual, transform(block)(*args), TOL)
+    assert {choice.op for choice in choices} == {"rms_norm", "flash_attention"}
+
+
+def test_eval_shape_and_export() -> None:
+    args = params(), inputs("f32[12,16]", 9)
+    assert jax.eval_shape(tpjax.compile(block), *args).shape == (12, 16)
+    exported = jax.export.export(jax.jit(tpjax.compile(block)))(*args)
+    assert_close("exported", exported.call(*args), block(*args), TOL)
+
+
+@pytest.mark.parametrize("name", ["jit", "grad", "vmap", "scan", "another compiled function"])
+def test_no_jit_of_its_own_under_a_tracer(name: str) -> None:
+    compiled = tpjax.compile(block, name="of_its_own")
+    jaxpr = jax.make_jaxpr(TRANSFORMS[name](compiled))(params(), inputs("f32[12,16]", 9))
+    assert "of_its_own" not in str(jaxpr)
+    assert "rms_norm" in str(jaxpr)
+
+
+def test_tracers_in_the_closure_alone() -> None:
+    x = inputs("f32[12,16]", 9)
+
+    def total(fn: Fn) -> Fn:
+        def of(p: Any) -> Any:
+            return fn(lambda y: loss(p, y))(x)
+
+        return of
+
+    expected = jax.jit(jax.grad(total(lambda f: f)))(params())
+    actual, choices = choices_of(jax.jit(jax.grad(total(tpjax.compile))), params())
+    assert choices
+    assert_close("gradient through the closure", actual, expected, TOL)
+    # An object that is compiled once and whose weights are arrays now and tracers then.
+    weights = params()
+    compiled = tpjax.compile(lambda y: loss(weights, y))
+    compiled(x)
+
+    def through(p: Any) -> Any:
+        nonlocal weights
+        kept, weights = weights, p
+        try:
+            return compiled(x)
+        finally:
+            weights = kept
+
+    actual = jax.jit(jax.grad(through))(params())
+    assert_close("gradient after a cached call", actual, expected, TOL)
+
+
+def test_integer_and_unused_inputs_under_grad() -> None:
+    @tpjax.compile
+    def pick(p: Any, index: jax.Array, unused: Any) -> jax.Array:
+        return loss(p, inputs("f32[12,16]", 9))[None][index] * 2.0
+
+    (grads,) = jax.jit(jax.grad(pick, argnums=(0,)))(params(), jnp.int32(0), None)
+    expected = jax.jit(jax.grad(lambda p: 2 * loss(p, inputs("f32[12,16]", 9))))(params())
+    assert_close("gradient", grads, expected, TOL)
+
+
+def test_shard_map_and_mesh() -> None:
+    run_python(
+        """
+import jax, jax.numpy as jnp, tpjax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.harness import assert_close, inputs
+from tests.stax.functions import TOL, block, params
+
+p, x = params(), inputs("f32[4,12,16]", 9)
+batched = lambda p, x: jax.vmap(block, (None, 0))(p, x)
+total = lambda f: lambda p, x: jnp.sum(jnp.sin(f(p, x)))
+expected = jax.jit(batched)(p, x)
+expected_grad = jax.jit(jax.grad(total(batched)))(p, x)
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+    spread = jax.device_put(p, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        inside = jax.shard_map(tpjax.compile(batched), in_specs=(P(), P("data")), out_specs=P("data"))
+        around = tpjax.compile(jax.shard_map(batched, in_specs=(P(), P("data")), out_specs=P("data")))
+        by_sharding = tpjax.compile(batched)
+        for name, f in (("inside", inside), ("around", around), ("sharding", by_sharding)):
+            y = f(spread, placed)
+            assert y.sharding.spec[0] == "data", (name, kind, y.sharding)
+            assert_close(f"{name} {kind}", y, expected, TOL)
+            g = jax.jit(jax.grad(total(f)))(spread, placed)
+            assert_close(f"grad {name} {kind}", g, expected_grad, TOL)
+        assert "rms_norm" in str(jax.make_jaxpr(around)(spread, placed))
+""",
+        devices=4,
+    )
