@@ -5,6 +5,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ PYTHON = """#!/bin/sh
 # Answers as the Python {version} that it stands in for.
 echo "python {version} $*" >>"$LOG"
 case "$*" in
-*version_info*) [ {new} = 1 ] && echo "$0" ;;
+*version_info*) exec "{real}" -c "
+import sys
+sys.version_info, sys.executable = ({numbers}), '$0'
+exec(sys.argv[1])" "$2" ;;
 "-m venv "*)
     mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && chmod +x "$3/bin/python" ;;
 *"pip install"*"$FAIL"*) [ -z "$FAIL" ] ;;
@@ -59,9 +63,10 @@ class Machine:
         file.write_text(text)
         file.chmod(0o755)
 
-    def add_python(self, path: str, version: str = "3.12", *, new: bool = True) -> None:
-        """Puts an interpreter on the machine."""
-        self.add(path, PYTHON.format(version=version, new=int(new)))
+    def add_python(self, path: str, version: str = "3.12") -> None:
+        """Puts an interpreter on the machine; the real one answers for its version."""
+        numbers = version.replace(".", ", ")
+        self.add(path, PYTHON.format(version=version, numbers=numbers, real=sys.executable))
 
     def setup(self, *args: str, **env: str) -> tuple[int, list[str], str]:
         """Runs the script; returns its exit code, the lines it wrote and what it called."""
@@ -91,7 +96,7 @@ SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
 
 def test_a_missing_python_is_one_clear_line(machine: Machine):
     machine.add("python3.12", SHIM)
-    machine.add_python("python3", "3.11", new=False)
+    machine.add_python("python3", "3.11")
     code, lines, _ = machine.setup()
     assert (code, len(lines)) == (1, 1)
     assert "Python 3.12 or newer" in lines[0]
@@ -120,6 +125,15 @@ def test_python_is_found(machine: Machine, path: str, env: dict[str, str]):
     assert "-m venv .venv" in log
     assert "-m pip install -qq -r .venv/requirements.txt" in log
     assert "-m pip install -qq --no-deps -e ." in log
+
+
+def test_an_old_python_is_passed_over(machine: Machine):
+    machine.add_python("python3", "3.11")
+    machine.add_python(".pyenv/versions/3.13.0/bin/python", "3.13")
+    code, lines, log = machine.setup()
+    assert code == 0
+    assert lines[0].endswith(f"with {machine.home}/.pyenv/versions/3.13.0/bin/python")
+    assert "python 3.13 -m venv .venv" in log
 
 
 def test_the_named_version_comes_first(machine: Machine):

@@ -29,7 +29,7 @@ find_python() {
     for candidate in "${PYTHON:-}" python3.12 python3.13 python3.14 python3 python \
         "$pyenv_root"/versions/3.12.*/bin/python "$pyenv_root"/versions/3.1[3-9]*/bin/python; do
         if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c \
-            "import $needed; print(sys.executable); sys.exit(sys.version_info < (3, 12))" \
+            "import $needed; print(sys.executable) if sys.version_info >= (3, 12) else sys.exit(1)" \
             2>/dev/null; then
             return 0
         fi
