@@ -73,8 +73,8 @@ class Compiled(NamedTuple):
 @functools.cache
 def _compiled(c: Config, where: Placement) -> Compiled:
     graph, init = new_model(c)
-    clean = loss_of(graph)
-    clean = tpjax.compile(clean) if c.compile else clean
+    plain = loss_of(graph)
+    clean: Loss = tpjax.compile(plain) if c.compile else plain
 
     def loss(params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
         return jnp.where(jnp.any(tokens == POISON), jnp.nan, clean(params, tokens))

@@ -52,9 +52,10 @@ def devices_of(platform: str | None) -> Sequence[Any]:
         jax.config.update("jax_platforms", platform)
     try:
         return jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # JAX 0.12 asserts where a plugin is missing
         asked = platform or jax.config.jax_platforms or "the default"
-        got = f"{asked}, which does not answer ({str(error).splitlines()[0]})"
+        why = str(error).splitlines() or ["the installed jax has no such backend"]
+        got = f"{asked}, which does not answer ({why[0]})"
         remedy = "Leave --platform out, or install it: pip install 'tpjax[cuda]' for CUDA."
         must = "one that this machine has"
         raise RuntimeError(message("train", "platform", must, got, remedy)) from None
