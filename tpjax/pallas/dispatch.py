@@ -165,7 +165,9 @@ def choose(
         refused.append(Refusal(implementation.name, reason))
     if not refused:
         names = tuple(i.name for i in implementations)
-        raise UnsupportedError(f"{op}: unknown implementation {asked!r}. {did_you_mean(str(asked), names)}")
+        raise UnsupportedError(
+            f"{op}: unknown implementation {asked!r}. {did_you_mean(str(asked), names)}"
+        )
     assert asked is not None, f"{op}: the last implementation must run every call"
     raise UnsupportedError(
         f"{op}: implementation {asked!r} was asked for, but no kernel for this call: {refused[0].reason}. "
@@ -193,8 +195,9 @@ def call(
     asked = implementation or preference().implementation_of(op)
     chosen, refused = choose(op, implementations, key, asked)
     source = _jax.current_source()
+    choice = Choice(op, chosen.name, refused, source, key)
     for choices in _recorders.get():
-        choices.append(Choice(op, chosen.name, refused, source, key))
+        choices.append(choice)
     if asked is None:
         _warn_once(op, implementations, key, refused, source)
     if chosen.name != "xla":
@@ -217,7 +220,11 @@ def _named(op: str, run: Callable[..., Any], options: tuple[tuple[str, Any], ...
 
 
 def _warn_once(
-    op: str, implementations: tuple[Implementation, ...], key: Key, refused: tuple[Refusal, ...], source: str
+    op: str,
+    implementations: tuple[Implementation, ...],
+    key: Key,
+    refused: tuple[Refusal, ...],
+    source: str,
 ) -> None:
     """Warns of a fallback on a machine that has the kernel: only the call itself was in the way."""
     fits = {i.name for i in implementations if i.unfit_machine(key.target) is None}
@@ -225,5 +232,3 @@ def _warn_once(
         if name in fits and (op, reason, source) not in _warned:
             _warned.add((op, reason, source))
             warnings.warn(f"{op}: no kernel for this call: {reason} ({source}).", stacklevel=4)
-
-
