@@ -10,8 +10,8 @@ query head h reads key/value head h // (H // K)), D features of a head.
 
 A key is visible to a query where every given condition holds: `mask` is true; `is_causal` and the
 key stands at or before the query, both counted from the front; the window reaches it; both stand
-before the end of their sequences. A query that sees nothing gives 0, and gradient 0. A value that is
-not finite makes the queries that see it NaN, and no other.
+before the end of their sequences. A query that sees nothing gives 0, and gradient 0. A value that
+is not finite makes the queries that see it NaN, and no other.
 
 Source: Vaswani et al. 2017, section 3.2.1; Ainslie et al. 2023 (grouped queries).
 """

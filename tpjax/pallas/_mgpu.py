@@ -12,6 +12,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout, Tiling
 
 from tpjax.core.operator import Interpret
@@ -54,7 +55,9 @@ class _OnTensorCore:
 
     def value(self, pending: int = 0) -> Any:
         """Waits until at most `pending` started products are unfinished; returns the sum."""
-        return plgpu.wgmma_accumulator_load(self._ref, wait_n=pending)
+        value = plgpu.wgmma_accumulator_load(self._ref, wait_n=pending)
+        # Without this nothing tells the compiler that arithmetic may not move above the wait.
+        return lax.optimization_barrier(value) if pending else value
 
 
 Accumulator = _InRegisters | _OnTensorCore
@@ -70,9 +73,9 @@ def accumulate(
 ) -> tuple[list[jax.Array], Any]:
     """Runs `body` with matrix products in flight, and returns the sums and what `body` returned.
 
-    `body(sums, fresh, state)` gets accumulators that start at `sums`, others of the shapes `fresh` that
-    start at zero, and `state`, and returns a new state of the same types. On a GPU the products are
-    asynchronous: they run until someone asks for a value, at the latest until this returns. The
+    `body(sums, fresh, state)` gets accumulators that start at `sums`, others of the shapes `fresh`
+    that start at zero, and `state`, and returns a new state of the same types. On a GPU products
+    are asynchronous: they run until someone asks for a value, at the latest until this returns. The
     interpreter knows no products with operands in registers, so there they are done at once.
     """
     if interpret:
@@ -94,14 +97,18 @@ def accumulate(
 
         pl.run_scoped(inner, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in fresh))
 
-    sums, state = pl.run_state(run)(([plgpu.WGMMAAccumulatorRef.init(x) for x in sums], state))
-    return list(sums), state
+    started = [plgpu.WGMMAAccumulatorRef.init(x) for x in sums]
+    finished, state = pl.run_state(run)((started, state))
+    return list(finished), state
 
 
 def row_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns a shared-memory buffer whose last two axes are laid out for the tensor cores."""
     columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    transforms = (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

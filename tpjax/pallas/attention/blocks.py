@@ -81,7 +81,7 @@ def visible(
 
 
 class Order(NamedTuple):
-    """How a grid index becomes a tile: heads in sections, and within one the longest tiles first."""
+    """How a grid index becomes a tile: heads in sections, in one the longest tiles first."""
 
     num_tiles: int
     section: int
@@ -107,7 +107,7 @@ L2_BYTES = 32 << 20
 def tile_order(
     num_tiles: int, num_heads: int, group: int, head_bytes: int, longest_last: bool
 ) -> Order:
-    """Returns the order for heads that, `group` by `group`, share `head_bytes` of other operands."""
+    """Returns the order for heads that, `group` by `group`, share `head_bytes` of operands."""
     most = min(num_heads, max(1, L2_BYTES // head_bytes) * group)
     section = next(n for n in range(most, 0, -1) if num_heads % n == 0)
     return Order(num_tiles, section, longest_last)

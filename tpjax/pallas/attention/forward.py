@@ -4,38 +4,40 @@
 
     out = softmax(scale query key^T) value        lse = log(sum(exp(scale query key^T)))
 
-Letters: B batch, T query tokens, S key tokens, H query heads, K key/value heads, D features of a head.
+Letters: B batch, T query tokens, S key tokens, H query heads, K key/value heads, D features.
 
-One block of threads owns 64 queries for each of its computing warpgroups and walks over the keys from the
-last visible block to the first; one more warpgroup brings keys and values into a ring in shared memory
-by TMA, which reads zeros beyond the end and writes nothing there, so that any T and S fit. Each step starts the product of scores with the next keys and, behind it, the product of the last
-weights with their values, so that the softmax of one step runs under the matrix work of another; the
-warpgroups take turns at the tensor cores.
+One block of threads owns 64 queries for each of its computing warpgroups ("workers") and walks
+over the keys from the last visible block to the first; one more warpgroup brings keys and values
+into rings in shared memory by TMA, which reads zeros beyond the end and writes nothing there. Each
+step starts the product of the queries with its keys and, behind it, the product of the last step's
+weights with their values, so that the softmax runs under matrix work; the workers take turns at the
+tensor cores.
 
-Numerics: scores, softmax and accumulation float32; weights rounded to the dtype of `value` for the second
-product, not normalised before it. Limits: bfloat16 and float16, D of 64 or 128, scale above zero. A `value`
-that is not finite also reaches the queries of the same tile of 64 that do not see it.
+Numerics: scores, softmax and accumulation float32; weights are rounded to the dtype of `value` for
+the second product, and normalised after it. Limits: bfloat16 and float16, D of 64 or 128, scale
+above zero. A value that is not finite also makes those queries NaN that share a tile of 64 with one
+that sees it.
 
 Source: Shah et al. 2024 (FlashAttention-3), section 3.
 """
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from tpjax.core.operator import Interpret
-from tpjax.pallas._mgpu import accumulate, interpret_params, pl, plgpu, row_tile
-from tpjax.pallas.attention.blocks import Order, Region, key_blocks, tile_order, visible
+from tpjax.pallas._mgpu import accumulate, interpret_params, out_like, pl, plgpu, row_tile
+from tpjax.pallas.attention.blocks import Order, Region, Span, key_blocks, tile_order, visible
 from tpjax.pallas.attention.config import ROWS, Config, compute_registers
+from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
 
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 TMA_ROWS = 8
-"""Rows of the tiles in which shared memory is laid out, and lengths are padded to."""
+"""Tokens come in multiples of this: the rows of the tiles in which shared memory is laid out."""
 
 
 class Plan(NamedTuple):
@@ -64,188 +66,221 @@ class TileFacts(NamedTuple):
         return lax.div(head, heads), lax.rem(head, heads), tile
 
 
-def pad_rows(x: Array, axis: int = 1) -> Array:
-    """Pads an axis of tokens with zeros to a multiple of 8: TMA moves tiles of 8 rows."""
-    pads = [(0, -size % TMA_ROWS if a == axis else 0) for a, size in enumerate(x.shape)]
-    return jnp.pad(x, pads) if x.shape[axis] % TMA_ROWS else x
+def pad_tokens(x: Array, multiple: int = TMA_ROWS, axis: int = 1) -> Array:
+    """Pads an axis of tokens with zeros to a multiple."""
+    pads = [(0, -size % multiple if a == axis else 0) for a, size in enumerate(x.shape)]
+    return jnp.pad(x, pads) if x.shape[axis] % multiple else x
 
 
-def rows_like(value: float, axis: int = 1) -> Array:
-    """Returns one float32 for each row (axis 1) or column (axis 0) of a warpgroup's tile."""
-    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), WGMMA.reduce(axis))
+def filled(value: float, shape: tuple[int, ...], layout: Any = WGMMA) -> Array:
+    """Returns float32 registers of one value."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def by_row(x: Array, shape: tuple[int, ...]) -> Array:
+    """Repeats one number for each row over the columns of a tile."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+class _Walk(NamedTuple):
+    """What one worker needs on its way over the key blocks, last to first."""
+
+    query: Any
+    start: Array
+    span: Span
+    steps: Array
+    worker: Array
+    keys: Ring
+    values: Ring
+    turn: Any
+    facts: TileFacts
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return ROWS, self.facts.plan.config.block
+
+
+class _State(NamedTuple):
+    """The online softmax: `out`, `total` and `weights` are relative to 2^top."""
+
+    out: Array
+    top: Array
+    total: Array
+    weights: Array
+
+
+def _take_turn(walk: _Walk, wait_for: tuple[Any, ...], start: Any) -> None:
+    """Starts matrix products when it is this worker's turn, and passes the turn on."""
+    workers = walk.facts.plan.config.warpgroups
+    for barrier in wait_for:
+        plgpu.barrier_wait(barrier)
+    plgpu.barrier_wait(walk.turn.at[walk.worker])
+    start()
+    plgpu.barrier_arrive(walk.turn.at[lax.rem(walk.worker + 1, jnp.int32(workers))])
+
+
+def _weights(walk: _Walk, step: Any, scores: Array, top: Array, masked: bool) -> tuple[Array, ...]:
+    """Returns weights relative to the new top, that, and the factor from old to new."""
+    plan, tile = walk.facts.plan, walk.tile
+    factor = plan.scale * LOG2E
+    if masked:
+        first_key = (walk.span.stop - 1 - step) * plan.config.block
+        seen = visible(walk.start, first_key, tile, walk.facts.region, query_axis=0)
+        scores = jnp.where(seen, scores, -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+    base = jnp.where(new_top == -jnp.inf, jnp.zeros_like(top), new_top) if masked else new_top
+    return jnp.exp2(scores * factor - by_row(base, tile)), new_top, jnp.exp2(top - base)
+
+
+def _first(walk: _Walk, masked: bool) -> _State:
+    """Forms the weights of the first block."""
+    facts, tile = walk.facts, walk.tile
+
+    def scores_of(_, fresh, state):
+        del state
+        slot = walk.keys.buffers[0].at[0].transpose((1, 0))
+        _take_turn(walk, (walk.keys.ready.at[0],), lambda: fresh[0].add(walk.query, slot))
+        return fresh[0].value()
+
+    _, scores = accumulate(
+        scores_of, [], filled(0, tile), fresh=[tile], interpret=facts.plan.interpret
+    )
+    plgpu.barrier_arrive(walk.keys.free.at[0])
+    no_top = filled(-jnp.inf, (ROWS,), WGMMA.reduce(1))
+    weights, top, _ = _weights(walk, jnp.int32(0), scores, no_top, masked)
+    out = filled(0, (ROWS, facts.features))
+    return _State(out, top, weights.sum(axis=1), weights.astype(walk.query.dtype))
+
+
+def _next(step: Array, state: _State, walk: _Walk, masked: bool) -> _State:
+    """Adds the last block's values, and forms the weights of the next block meanwhile."""
+    plan, tile = walk.facts.plan, walk.tile
+    stages = plan.config.stages
+    slot, last = slot_of(step, stages), slot_of(step - 1, stages)
+
+    def products(sums, fresh, tops):
+        old_top, _, _ = tops
+
+        def start():
+            fresh[0].add(walk.query, walk.keys.buffers[0].at[slot].transpose((1, 0)))
+            plgpu.barrier_wait(walk.values.ready.at[last])
+            sums[0].add(state.weights, walk.values.buffers[0].at[last])
+
+        _take_turn(walk, (walk.keys.ready.at[slot],), start)
+        scores = fresh[0].value(pending=1)
+        plgpu.barrier_arrive(walk.keys.free.at[slot])
+        weights, top, shrink = _weights(walk, step, scores, old_top, masked)
+        # All of the softmax happens before this waits for the values' product.
+        return lax.optimization_barrier((top, shrink, weights))
+
+    (out,), (top, shrink, weights) = accumulate(
+        products,
+        [state.out],
+        (state.top, filled(0, (ROWS,), WGMMA.reduce(1)), filled(0, tile)),
+        fresh=[tile],
+        interpret=plan.interpret,
+    )
+    plgpu.barrier_arrive(walk.values.free.at[last])
+    out = out * by_row(shrink, out.shape)
+    total = state.total * shrink + weights.sum(axis=1)
+    return _State(out, top, total, weights.astype(walk.query.dtype))
+
+
+def _attend(walk: _Walk) -> tuple[Array, Array]:
+    """Returns one worker's output and the log2 of its sums of exponentials."""
+    plan, region = walk.facts.plan, walk.facts.region
+    last_worker = plan.config.warpgroups - 1
+    has_edge = region.is_causal or region.num_keys % plan.config.block != 0
+    # Worker 0 moves first: the last one hands it the turn, and takes it back at the end.
+    pl.when(walk.worker == last_worker)(partial(plgpu.barrier_arrive, walk.turn.at[0]))
+    state, masked_steps = _first(walk, has_edge), jnp.int32(1)
+    if has_edge:
+        masked_steps = jnp.maximum(masked_steps, walk.span.stop - walk.span.full_stop)
+        state = lax.fori_loop(1, masked_steps, partial(_next, walk=walk, masked=True), state)
+    step = partial(_next, walk=walk, masked=False)
+    state = lax.fori_loop(masked_steps, walk.steps, step, state)
+    pl.when(walk.worker == 0)(partial(plgpu.barrier_wait, walk.turn.at[0]))
+
+    last = slot_of(walk.steps - 1, plan.config.stages)
+    plgpu.barrier_wait(walk.values.ready.at[last])
+
+    def finish(sums, _, nothing):
+        sums[0].add(state.weights, walk.values.buffers[0].at[last])
+        return nothing
+
+    (out,), _ = accumulate(finish, [state.out], (), fresh=[], interpret=plan.interpret)
+    plgpu.barrier_arrive(walk.values.free.at[last])
+    inverse = jnp.where(state.total == 0, jnp.zeros_like(state.total), 1 / state.total)
+    return out * by_row(inverse, out.shape), state.top + jnp.log2(state.total)
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready,
-    k_free, v_free, turn, *, facts: TileFacts,
+    q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready,
+    k_free, v_ready, v_free, turn, *, facts: TileFacts,
 ):  # fmt: skip
-    config, region = facts.plan.config, facts.region
-    num_workers, block, stages = config.warpgroups, config.block, config.stages
+    config = facts.plan.config
+    workers, block = config.warpgroups, config.block
     batch, head, tile = facts.locate(lax.axis_index("tile"))
     worker = lax.axis_index("worker")
-    tile_start = tile * (num_workers * ROWS)
-    span = key_blocks(tile_start, num_workers * ROWS, block, region)
+    tile_start = tile * (workers * ROWS)
+    span = key_blocks(tile_start, workers * ROWS, block, facts.region)
     steps = jnp.int32(span.stop - span.start)
+    keys, values = Ring((k_smem,), k_ready, k_free), Ring((v_smem,), v_ready, v_free)
 
-    @pl.when(worker < num_workers)
+    @pl.when(worker < workers)
     def _compute():
-        plgpu.set_max_registers(compute_registers(num_workers), action="increase")
+        plgpu.set_max_registers(compute_registers(workers), action="increase")
         start = tile_start + worker * ROWS
-        rows = (batch, pl.ds(start, ROWS), head)
-        q_own = q_smem.at[worker]
-        plgpu.copy_gmem_to_smem(q_ref.at[rows], q_own, q_ready.at[worker])
+        rows, line = (batch, pl.ds(start, ROWS), head), (batch, head, pl.ds(start, ROWS))
+        own, own_lse = q_smem.at[worker], lse_smem.at[worker]
+        plgpu.copy_gmem_to_smem(q_ref.at[rows], own, q_ready.at[worker])
         plgpu.barrier_wait(q_ready.at[worker])
-        out, top, total = _attend(
-            start, span, steps, q_own, k_smem, v_smem, k_ready, v_ready, k_free, v_free, turn, worker, facts
-        )  # fmt: skip
-        inverse = jnp.where(total == 0, jnp.zeros_like(total), 1 / total)
-        out = out * lax.broadcast_in_dim(inverse, out.shape, [0])
-        q_own[...] = out.astype(q_own.dtype)
-        lse_smem.at[worker][...] = (top + jnp.log2(total)) / LOG2E
+        out, lse = _attend(_Walk(own, start, span, steps, worker, keys, values, turn, facts))
+        own[...] = out.astype(own.dtype)
+        own_lse[...] = lse / LOG2E
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_own, out_ref.at[rows])
-        plgpu.copy_smem_to_gmem(lse_smem.at[worker], lse_ref.at[batch, head, pl.ds(start, ROWS)])
+        plgpu.copy_smem_to_gmem(own, out_ref.at[rows])
+        plgpu.copy_smem_to_gmem(own_lse, lse_ref.at[line])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(worker == num_workers)
+    @pl.when(worker == workers)
     def _load():
         plgpu.set_max_registers(24, action="decrease")
         kv_head = lax.div(head, jnp.int32(facts.group))
 
-        @pl.loop(0, steps)
-        def _step(step):
-            slot = lax.rem(step, jnp.int32(stages))
-            keys = (batch, pl.ds((span.stop - 1 - step) * block, block), kv_head)
-            for ref, smem, ready, free in (
-                (k_ref, k_smem, k_ready, k_free),
-                (v_ref, v_smem, v_ready, v_free),
-            ):
-                pl.when(step >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
-                plgpu.copy_gmem_to_smem(ref.at[keys], smem.at[slot], ready.at[slot])
+        def sources(step):
+            rows = (batch, pl.ds((span.stop - 1 - step) * block, block), kv_head)
+            return (k_ref.at[rows],), (v_ref.at[rows],)
 
-
-def _attend(
-    start, span, steps, q_own, k_smem, v_smem, k_ready, v_ready, k_free, v_free, turn, worker,
-    facts: TileFacts,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Walks over the key blocks, last to first; returns weighted sum, row maximum and row sum."""
-    plan, region = facts.plan, facts.region
-    config, scale = plan.config, plan.scale * LOG2E
-    num_workers, block, stages = config.warpgroups, config.block, config.stages
-    tile = (ROWS, block)
-    dtype = v_smem.dtype
-    next_worker = lax.rem(worker + 1, jnp.int32(num_workers))
-
-    def slot_of(step):
-        return lax.rem(step, jnp.int32(stages))
-
-    def softmax(step, scores, top, masked: bool):
-        """Returns unnormalised weights, the new row maximum (in units of log2) and what to subtract."""
-        if masked:
-            first_key = (span.stop - 1 - step) * block
-            seen = visible(start, first_key, tile, region, query_axis=0)
-            scores = jnp.where(seen, scores, -jnp.inf)
-        top = jnp.maximum(top, scores.max(axis=1) * scale)
-        base = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top) if masked else top
-        return jnp.exp2(scores * scale - lax.broadcast_in_dim(base, tile, [0])), top, base
-
-    def begin(masked: bool):
-        def scores_only(_, fresh, state):
-            plgpu.barrier_wait(k_ready.at[0])
-            plgpu.barrier_wait(turn.at[worker])
-            fresh[0].add(q_own, k_smem.at[0].transpose((1, 0)))
-            plgpu.barrier_arrive(turn.at[next_worker])
-            scores = fresh[0].value()
-            plgpu.barrier_arrive(k_free.at[0])
-            del state
-            return scores
-
-        scores = fresh_scores(scores_only)
-        weights, top, _ = softmax(jnp.int32(0), scores, rows_like(-jnp.inf), masked)
-        return top, weights.sum(axis=1), weights.astype(dtype)
-
-    def fresh_scores(body):
-        zeros = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), WGMMA)
-        return accumulate(body, [], zeros, fresh=[tile], interpret=plan.interpret)[1]
-
-    def step_on(step, carry, masked: bool):
-        out, top, total, weights = carry
-        slot, last = slot_of(step), slot_of(step - 1)
-
-        def products(sums, fresh, state):
-            old_top, _ = state
-            plgpu.barrier_wait(k_ready.at[slot])
-            plgpu.barrier_wait(turn.at[worker])
-            fresh[0].add(q_own, k_smem.at[slot].transpose((1, 0)))
-            plgpu.barrier_wait(v_ready.at[last])
-            sums[0].add(weights, v_smem.at[last])
-            plgpu.barrier_arrive(turn.at[next_worker])
-            scores = fresh[0].value(pending=1)
-            plgpu.barrier_arrive(k_free.at[slot])
-            new_weights, new_top, _ = softmax(step, scores, old_top, masked)
-            return lax.optimization_barrier((new_top, new_weights))
-
-        no_weights = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), WGMMA)
-        (out,), (new_top, new_weights) = accumulate(
-            products, [out], (top, no_weights), fresh=[tile], interpret=plan.interpret
-        )
-        plgpu.barrier_arrive(v_free.at[last])
-        base = jnp.where(new_top == -jnp.inf, jnp.zeros_like(top), new_top) if masked else new_top
-        shrink = jnp.exp2(top - base)
-        out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
-        total = total * shrink + new_weights.sum(axis=1)
-        return out, new_top, total, new_weights.astype(dtype)
-
-    out = plgpu.layout_cast(jnp.zeros((ROWS, facts.features), jnp.float32), WGMMA)
-    has_edge = region.is_causal or region.num_keys % block != 0
-    # Worker 0 moves first: the last one hands it the turn.
-    pl.when(worker == num_workers - 1)(partial(plgpu.barrier_arrive, turn.at[0]))
-    carry = (out, *begin(has_edge))
-    masked_steps = jnp.int32(1)
-    if has_edge:
-        masked_steps = jnp.maximum(masked_steps, span.stop - span.full_stop)
-        carry = lax.fori_loop(1, masked_steps, partial(step_on, masked=True), carry)
-    carry = lax.fori_loop(masked_steps, steps, partial(step_on, masked=False), carry)
-    pl.when(worker == 0)(partial(plgpu.barrier_wait, turn.at[0]))
-    out, top, total, weights = carry
-    last = slot_of(steps - 1)
-    plgpu.barrier_wait(v_ready.at[last])
-
-    def finish(sums, _, state):
-        sums[0].add(weights, v_smem.at[last])
-        return state
-
-    (out,), _ = accumulate(finish, [out], (), fresh=[], interpret=plan.interpret)
-    plgpu.barrier_arrive(v_free.at[last])
-    return out, top, total
+        fill(steps, config.stages, (keys, values), sources)
 
 
 def forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
-    """Returns the output [B, T, H, D] and the log of the sum of exponentials [B, H, T], float32."""
+    """Returns the output [B, T, H, D] and the float32 log of sums of exponentials [B, H, T]."""
     config = plan.config
+    workers, stages, dtype = config.warpgroups, config.stages, query.dtype
     batch, num_queries, heads, features = query.shape
     num_keys, kv_heads = key.shape[1:3]
-    q, k, v = (pad_rows(x) for x in (query, key, value))
-    group, num_tiles = heads // kv_heads, pl.cdiv(num_queries, config.warpgroups * ROWS)
+    q, k, v = (pad_tokens(x) for x in (query, key, value))
+    group, num_tiles = heads // kv_heads, pl.cdiv(num_queries, workers * ROWS)
+    head_bytes = 2 * num_keys * features * dtype.itemsize
+    order = tile_order(num_tiles, batch * heads, group, head_bytes, longest_last=plan.is_causal)
     region = Region(num_queries, num_keys, plan.is_causal)
-    head_bytes = 2 * num_keys * features * query.dtype.itemsize
-    order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.is_causal)
     facts = TileFacts(region, order, heads, group, features, plan)
-    dtype, stages, workers = query.dtype, config.stages, config.warpgroups
     kernel = plgpu.kernel(
         partial(_forward_kernel, facts=facts),
         out_type=[
-            jax.ShapeDtypeStruct(q.shape, dtype),
-            jax.ShapeDtypeStruct((batch, heads, q.shape[1]), jnp.float32),
+            out_like(query, q.shape, dtype),
+            # Copies along one axis are not cut off at its end: it has room for every tile.
+            out_like(query, (batch, heads, num_tiles * workers * ROWS), jnp.float32),
         ],
         scratch_types=[
             row_tile((workers, ROWS, features), dtype),
-            row_tile((stages, config.block, features), dtype),
-            row_tile((stages, config.block, features), dtype),
+            *(row_tile((stages, config.block, features), dtype) for _ in "kv"),
             plgpu.SMEM((workers, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=workers),
-            *(plgpu.Barrier(num_barriers=stages) for _ in "kv"),
-            *(plgpu.Barrier(num_arrivals=workers, num_barriers=stages) for _ in "kv"),
+            *ring_barriers(workers, stages, copies=1),
+            *ring_barriers(workers, stages, copies=1),
             plgpu.Barrier(num_barriers=workers),
         ],
         grid=(num_tiles * batch * heads,),

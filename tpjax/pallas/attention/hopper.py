@@ -86,7 +86,7 @@ def attend_hopper(
     """Returns attention [B, T, H, D] of operands that `unsupported` lets pass."""
     absent = (bias, mask, query_seq_lengths, key_value_seq_lengths, local_window_size)
     assert all(x is None for x in absent)
-    # The backward pass is traced later, perhaps outside of `tpjax.use`: the choice is kept in the plan.
+    # The backward pass is traced later, perhaps outside of `tpjax.use`: the plan keeps the choice.
     interpret = current_target().interpret
     config = heuristic(query.shape[-1], query.shape[1], key.shape[1], interpret)
     return _attend(query, key, value, Plan(scale, is_causal, config, interpret))

@@ -24,7 +24,7 @@ def attention_cost(
     local_window_size: int | tuple[int, int] | None = None,
     **options: Any,
 ) -> Cost:
-    """Returns the cost of a forward call: two products over visible scores, one move of each array."""
+    """Returns the cost of a call: two products over visible scores, one move of each array."""
     del options
     *batch, num_queries, heads, features = query.shape
     num_keys = key.shape[-3]
