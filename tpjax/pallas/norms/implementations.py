@@ -9,6 +9,7 @@ from jax import Array
 
 from tpjax.core.norms import layer_norm_reference, rms_norm_reference
 from tpjax.core.operator import Implementation, Partitioning
+from tpjax.pallas.norms import layer, rms
 
 
 def _rms_norm_xla(x: Array, scale: Array | None, *, eps: float) -> Array:
@@ -29,10 +30,18 @@ def _layer_norm_xla(x: Array, scale: Array | None, bias: Array | None, *, eps: f
     return jax.checkpoint(run, prevent_cse=False)(x, scale, bias)
 
 
-RMS_NORM = (Implementation("xla", _rms_norm_xla),)
+HOPPER = {"platforms": ("cuda",), "capabilities": ("9.0",)}
+
+RMS_NORM = (
+    Implementation("pallas", rms.rms_norm_pallas, rms.unsupported, **HOPPER),
+    Implementation("xla", _rms_norm_xla),
+)
 """Of `rms_norm`."""
 
-LAYER_NORM = (Implementation("xla", _layer_norm_xla),)
+LAYER_NORM = (
+    Implementation("pallas", layer.layer_norm_pallas, layer.unsupported, **HOPPER),
+    Implementation("xla", _layer_norm_xla),
+)
 """Of `layer_norm`."""
 
 RMS_NORM_PARTITIONING = Partitioning(inputs=("RD", "D"), outputs=("RD",), sharded="R")
