@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 
 from tests.stax_passes.programs import SHAPE, assert_same_bits, evaluate, programs, run
 from tpjax.core import _jax
-from tpjax.stax_passes import canonicalise as rules
+from tpjax.stax_passes import canonical as rules
 from tpjax.stax_passes import share
 from tpjax.stax_passes.pipeline import CLEAN_UP, optimize
 

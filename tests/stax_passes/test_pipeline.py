@@ -15,7 +15,7 @@ from jax import lax
 from tests.harness import inputs
 from tests.stax_passes.programs import as_function, assert_same_bits, evaluate, primitives
 from tpjax.core import _jax
-from tpjax.stax_passes.canonicalise import canonicalise
+from tpjax.stax_passes.canonical import canonicalise
 from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
 from tpjax.stax_passes.pipeline import CLEAN_UP, MAX_ROUNDS, PASSES, optimize
@@ -222,10 +222,10 @@ def test_a_thousand_equations_are_quick() -> None:
     optimize(jaxpr, CLEAN_UP)
     best = 1e9
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         for run in CLEAN_UP:
             jaxpr_now, _ = run(jaxpr)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
         assert jaxpr_now
     assert best < 0.3, f"{best:.2f} s"
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tpjax.core import _jax
 from tpjax.core.errors import UnsupportedError, message
-from tpjax.stax_passes.canonicalise import canonicalise
+from tpjax.stax_passes.canonical import canonicalise
 from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
 from tpjax.stax_passes.fuse_attention import fuse_attention
@@ -65,6 +65,7 @@ def optimize(
       RuntimeError: under `verify`, a pass raised or made an ill-typed jaxpr; the message names it.
 
     Example:
+      >>> import jax
       >>> jaxpr = jax.make_jaxpr(lambda x: (x * 1.0) * 3.0)(2.0)
       >>> optimized, reports = optimize(jaxpr)
       >>> len(jaxpr.eqns), len(optimized.eqns)

@@ -18,7 +18,7 @@ from tests.stax_passes.programs import (
     primitives,
     rules_fired,
 )
-from tpjax.stax_passes.canonicalise import canonicalise, keeps_values
+from tpjax.stax_passes.canonical import canonicalise, keeps_values
 from tpjax.stax_passes.pipeline import optimize
 
 X = jnp.asarray([-0.0, 0.0, 1.5, -2.25, np.inf, np.nan], jnp.float32)
