@@ -130,13 +130,15 @@ class Cost(NamedTuple):
 class Partitioning:
     """Named dimensions of operands and results, and which of them may be split over devices.
 
-    `inputs` and `outputs` name dimensions by letter ("BTHD"); an absent optional operand is skipped.
-    A dimension in `sharded` needs no communication when split.
+    `inputs` and `outputs` name dimensions by letter ("BTHD"); the first letter stands for all leading
+    axes; an absent optional operand is skipped. A dimension in `sharded` needs no communication when
+    split. Letters in one entry of `alike` ("HK") are split over the same devices or not at all.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     sharded: str
+    alike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

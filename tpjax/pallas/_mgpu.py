@@ -140,9 +140,28 @@ def num_sms() -> int:
 
 
 def out_like(like: jax.Array, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of a kernel's result that varies over the mesh axes that `like` varies over."""
+    """Returns the type of a kernel's result, varying over the mesh axes that `like` does."""
     varying = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=varying)
+
+
+def gpu_kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+    """Returns `plgpu.kernel(body, **options)`, whose results vary over devices as the operands do.
+
+    Inside a shard_map JAX takes a kernel's results for the same on all devices; gradients would not
+    match their operands.
+    """
+    launch = plgpu.kernel(body, **options)
+
+    def call(*operands: Any) -> Any:
+        axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
+        varying = tuple(sorted(frozenset().union(*axes)))
+        results = launch(*operands)
+        if not varying:
+            return results
+        return jax.tree.map(lambda x: jax.lax.pcast(x, varying, to="varying"), results)
+
+    return call
 
 
 def causal_is_miscompiled() -> bool:

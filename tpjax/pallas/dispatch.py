@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation runs a call: decided at trace time, explained, never by catching an exception.
+"""Which implementation runs a call: decided at trace time, explained, never by exceptions.
 
-A call's `Key` (machine, shapes, dtypes, options) is walked down the operator's implementations; the first
-that can run it does, and the reason of each refused one is kept for `tpjax.explain`. `tpjax.use` states a
-preference; JAX keys its caches on it, so a jitted function never serves a stale choice.
+A call's `Key` (machine, shapes, dtypes, options) is walked down the operator's implementations; the
+first that can run it does, and the reason of each refused one is kept for `tpjax.explain`.
+`tpjax.use` states a preference; JAX keys its caches on it, so a jitted function never serves a
+stale choice.
 """
 
 import warnings
@@ -12,14 +13,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 
 from tpjax.core import _jax
 from tpjax.core.errors import UnsupportedError, did_you_mean
-from tpjax.core.operator import Choice, Implementation, Interpret, Key, Refusal, Target, key_of
+from tpjax.core.operator import (
+    Choice,
+    Implementation,
+    Interpret,
+    Key,
+    Partitioning,
+    Refusal,
+    Target,
+    key_of,
+)
+from tpjax.pallas.partition import split_over_devices
 
 IMPLEMENTATIONS = ("pallas", "xla")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -62,13 +73,13 @@ def use(
     """Prefers an implementation, interpreter or platform for every operator called in the block.
 
     Args:
-      implementation: "pallas" or "xla" for all operators, or a mapping from operator name to one. A choice
-        made here that cannot run a call raises `UnsupportedError` with the reason. None keeps the
-        preference of the enclosing block.
-      interpret: True runs kernels in the GPU interpreter on the CPU (slow: seconds a call); "races" also
-        reports data races. Never automatic.
-      platform: chooses as on that platform, for lowering or export where it is absent; "cuda" then means
-        a GPU of compute capability 9.0.
+      implementation: "pallas" or "xla" for all operators, or a mapping from operator name to one. A
+        choice made here that cannot run a call raises `UnsupportedError` with the reason. None
+        keeps the preference of the enclosing block.
+      interpret: True runs kernels in the GPU interpreter on the CPU (slow: seconds a call); "races"
+        also reports data races. Never automatic.
+      platform: chooses as on that platform, for lowering or export where it is absent; "cuda" then
+        means a GPU of compute capability 9.0.
 
     Raises:
       ValueError: an unknown name, with the nearest valid one.
@@ -109,8 +120,8 @@ def preference() -> Preference:
 def current_target() -> Target:
     """Returns the machine for which calls are chosen now.
 
-    It is the platform of `use(platform=)`, else of the default device, which is the one jit compiles for
-    unless its arguments are committed elsewhere.
+    It is the platform of `use(platform=)`, else of the default device, which is the one jit
+    compiles for unless its arguments are committed elsewhere.
     """
     asked = preference()
     device = jax.config.jax_default_device
@@ -170,8 +181,8 @@ def choose(
         )
     assert asked is not None, f"{op}: the last implementation must run every call"
     raise UnsupportedError(
-        f"{op}: implementation {asked!r} was asked for, but no kernel for this call: {refused[0].reason}. "
-        "Leave the implementation out to let one be chosen."
+        f"{op}: implementation {asked!r} was asked for, but no kernel for this call: "
+        f"{refused[0].reason}. Leave the implementation out to let one be chosen."
     )
 
 
@@ -181,6 +192,7 @@ def call(
     operands: Mapping[str, Any],
     options: Mapping[str, Any],
     implementation: str | None = None,
+    partitioning: Partitioning | None = None,
 ) -> Any:
     """Runs an operator on checked operands through the implementation chosen for this call.
 
@@ -190,6 +202,7 @@ def call(
       operands: arrays by name, in the order `Implementation.run` takes them; None where absent.
       options: static keywords, hashable.
       implementation: name of the only acceptable one; None leaves it to `use`, then to the machine.
+      partitioning: the row's; how a kernel is split under a mesh. None never splits it.
     """
     key = key_of(current_target(), operands, options)
     asked = implementation or preference().implementation_of(op)
@@ -201,7 +214,10 @@ def call(
     if asked is None:
         _warn_once(op, implementations, key, refused, source)
     if chosen.name != "xla":
-        return chosen.run(*operands.values(), **options)
+        run = partial(chosen.run, **options)
+        if partitioning is None:
+            return run(*operands.values())
+        return split_over_devices(run, partitioning, tuple(operands.values()))
     return _named(op, chosen.run, tuple(options.items()))(*operands.values())
 
 

@@ -13,7 +13,12 @@ from jaxtyping import Float
 
 from tpjax.core.errors import message
 from tpjax.pallas import dispatch
-from tpjax.pallas.norms.implementations import LAYER_NORM, RMS_NORM
+from tpjax.pallas.norms.implementations import (
+    LAYER_NORM,
+    LAYER_NORM_PARTITIONING,
+    RMS_NORM,
+    RMS_NORM_PARTITIONING,
+)
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -59,7 +64,8 @@ def rms_norm(
     options = {"eps": _eps(op, eps)}
     if not x.size:
         return jnp.zeros_like(x)
-    return dispatch.call(op, RMS_NORM, {"x": x, "scale": scale}, options, implementation)
+    operands = {"x": x, "scale": scale}
+    return dispatch.call(op, RMS_NORM, operands, options, implementation, RMS_NORM_PARTITIONING)
 
 
 def layer_norm(
@@ -107,7 +113,8 @@ def layer_norm(
     if not x.size:
         return jnp.zeros_like(x)
     operands = {"x": x, "scale": scale, "bias": bias}
-    return dispatch.call(op, LAYER_NORM, operands, options, implementation)
+    split = LAYER_NORM_PARTITIONING
+    return dispatch.call(op, LAYER_NORM, operands, options, implementation, split)
 
 
 def _check_x(op: str, x: Any) -> None:

@@ -9,6 +9,7 @@ its part of a sum, in an order fixed by the number of blocks, and XLA adds the p
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
@@ -74,11 +75,11 @@ def sweep(
             tile.store_sum(part, lax.axis_index("block"), total)
 
     operands = [tile.view(a) for a in (*arrays, *given)]
-    part = _mgpu.out_like(arrays[0], (blocks, *tile.shape[1:]), jnp.float32)
+    part = jax.ShapeDtypeStruct((blocks, *tile.shape[1:]), jnp.float32)
     buffer = plgpu.SMEM((num_slots, *tile.shape), dtype)
-    kernel = plgpu.kernel(
+    kernel = _mgpu.gpu_kernel(
         body,
-        out_type=(_mgpu.out_like(arrays[0], operands[0].shape, dtype), *[part] * num_sums),
+        out_type=(jax.ShapeDtypeStruct(operands[0].shape, dtype), *[part] * num_sums),
         grid=(blocks,),
         grid_names=("block",),
         scratch_types=[

@@ -8,9 +8,9 @@
                dscale = sum over rows of dy x rstd
 
 Letters: R rows, D features of a row, N chunks of C features (`tiles`). Numerics: float32 but for x,
-y, dy and dx, each rounded once. The backward pass keeps x and scale alone; it forms rstd again, with
-the same bits. Each block adds up dscale over its rows in a fixed order, and XLA adds the blocks:
-results are the same from run to run. Limits: `unsupported`. Bytes: 2 R D forward, 3 R D backward.
+y, dy and dx, each rounded once. The backward pass keeps x and scale and forms rstd again, with the
+same bits. Each block adds up dscale over its rows in a fixed order, XLA adds the blocks: runs agree
+to the last bit. Limits: `unsupported`. Bytes: 2 R D forward, 3 R D backward, each once.
 
 Source: Zhang and Sennrich 2019, equation 4, and its derivative.
 """
