@@ -137,8 +137,9 @@ for kind in (AxisType.Auto, AxisType.Explicit):
     placed = jax.device_put(x, NamedSharding(mesh, P("data")))
     spread = jax.device_put(p, NamedSharding(mesh, P()))
     with jax.set_mesh(mesh):
-        inside = jax.shard_map(tpjax.compile(batched), in_specs=(P(), P("data")), out_specs=P("data"))
-        around = tpjax.compile(jax.shard_map(batched, in_specs=(P(), P("data")), out_specs=P("data")))
+        specs = dict(in_specs=(P(), P("data")), out_specs=P("data"))
+        inside = jax.shard_map(tpjax.compile(batched), **specs)
+        around = tpjax.compile(jax.shard_map(batched, **specs))
         by_sharding = tpjax.compile(batched)
         for name, f in (("inside", inside), ("around", around), ("sharding", by_sharding)):
             y = f(spread, placed)

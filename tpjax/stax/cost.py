@@ -5,8 +5,9 @@
 FLOPs are additions, multiplications and elementary functions, each counted as one; a multiply-add
 is two. Bytes are unfused: what each equation would read and write if it ran alone, which XLA's
 fusion lowers and which a kernel never writes, so they compare two forms of a program and predict no
-run time. A scan counts as its length times its body, a `cond` as its dearest branch. The trips of a
-`while` are not known; its body counts once and the cost says so.
+run time; a change of shape alone counts nothing. A scan counts as its length times its body, a
+`cond` as its dearest branch. The trips of a `while` are not known: its body counts once, and the
+cost says so.
 """
 
 import math
@@ -19,13 +20,17 @@ from tpjax.core.operator import Choice, Cost, Key
 
 NO_FLOPS = frozenset({
     "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy",
-    "copy_p", "device_put", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather",
-    "iota", "mesh_cast", "name", "optimization_barrier", "pad", "pcast", "pvary", "random_fold_in",
-    "random_seed", "random_unwrap", "random_wrap", "reduce_precision", "reshape", "reshard", "rev",
-    "scatter", "select_n", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient",
-    "transpose",
+    "copy_p", "device_put", "dynamic_slice", "dynamic_update_slice", "gather",
+    "iota", "mesh_cast", "pad", "random_fold_in", "random_seed", "reduce_precision", "reshard",
+    "rev", "scatter", "select_n", "sharding_constraint", "slice", "split", "transpose",
 })  # fmt: skip
 """Primitives that move numbers and compute none."""
+
+NO_BYTES = frozenset({
+    "expand_dims", "name", "optimization_barrier", "pcast", "pvary", "random_unwrap", "random_wrap",
+    "reshape", "squeeze", "stop_gradient",
+})  # fmt: skip
+"""Primitives that say something of numbers and leave them where they are."""
 
 _FOLDS = frozenset({
     "argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce",
@@ -33,6 +38,10 @@ _FOLDS = frozenset({
     "reduce_xor",
 })  # fmt: skip
 """Primitives that use each element of their first operand once."""
+
+_DIFFERENTIABLE_CALLS = frozenset({
+    "call_hi_primitive", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+})  # fmt: skip
 
 _KERNELS = frozenset({"pallas_call", "mpmd_map", "core_map", "run_state", "ffi_call"})
 
@@ -66,11 +75,13 @@ def cost_of(jaxpr: _jax.Jaxpr, choices: Sequence[Choice] = ()) -> ProgramCost:
     while stack:
         body, times = stack.pop()
         for eqn in body.eqns:
-            inner = _bodies(eqn, notes)
+            one = _operator_cost(eqn, choices)
+            inner = [] if one is not None else _bodies(eqn, notes)
             if inner:
                 stack.extend((each, times * count) for each, count in inner)
                 continue
-            one = _kernel_cost(eqn, choices, notes) if _is_kernel(eqn) else _equation_cost(eqn)
+            if one is None:
+                one = _kernel_cost(eqn, notes) if _is_kernel(eqn) else _equation_cost(eqn)
             flops += times * one.flops
             moved += times * one.bytes
     return ProgramCost(flops, moved, _jax.count_equations(jaxpr), tuple(notes))
@@ -100,12 +111,38 @@ def _is_kernel(eqn: _jax.Equation) -> bool:
     return eqn.primitive.name in _KERNELS
 
 
-def _kernel_cost(eqn: _jax.Equation, choices: Sequence[Choice], notes: dict[str, None]) -> Cost:
-    """Returns the cost of a kernel: its operator's, its own estimate, or its operands' bytes."""
+def _operator_cost(eqn: _jax.Equation, choices: Sequence[Choice]) -> Cost | None:
+    """Returns the cost of the operator that the equation calls a kernel for, or None.
+
+    Only the call itself stands where the user wrote it: JAX traces what is in it once, and keeps
+    the line of whoever came first.
+    """
+    if not choices or not (_is_kernel(eqn) or eqn.primitive.name in _DIFFERENTIABLE_CALLS):
+        return None
+    source, shapes = _jax.source_of(eqn), {_shape(v) for v in eqn.invars}
+    near = [c for c in choices if c.source == source and c.key and c.implementation != "xla"]
+    if not near or not _holds_kernel(eqn):
+        return None
+    # Several calls on one line are told apart by the shape of their first operand, if by anything.
+    fits = [c for c in near if c.key and c.key.operands[0][1] and c.key.operands[0][1][0] in shapes]
+    choice = (fits or near)[0]
+    assert choice.key is not None
+    return operator_cost(choice.op, choice.key)
+
+
+def _holds_kernel(eqn: _jax.Equation) -> bool:
+    stack = [eqn]
+    while stack:
+        one = stack.pop()
+        if _is_kernel(one):
+            return True
+        stack.extend(e for body, _ in _bodies(one, {}) for e in body.eqns)
+    return False
+
+
+def _kernel_cost(eqn: _jax.Equation, notes: dict[str, None]) -> Cost:
+    """Returns the cost of a kernel of no known operator: its own estimate, or its bytes."""
     source = _jax.source_of(eqn)
-    for choice in choices:
-        if choice.source == source and choice.key is not None and choice.implementation != "xla":
-            return operator_cost(choice.op, choice.key) or Cost(0.0, _traffic(eqn))
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Cost(float(estimate.flops), float(estimate.bytes_accessed))
@@ -128,6 +165,8 @@ def operator_cost(op: str, key: Key) -> Cost | None:
 
 def _equation_cost(eqn: _jax.Equation) -> Cost:
     name = eqn.primitive.name
+    if name in NO_BYTES:
+        return Cost(0.0, 0.0)
     count = _FLOPS.get(name)
     if count is not None:
         return Cost(count(eqn), _traffic(eqn))
