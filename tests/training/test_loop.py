@@ -50,7 +50,7 @@ def test_steps_are_clipped_adamw():
     by_token = {k: jnp.stack([g[k] for g in grads]) for k in params}
 
     def loss(params, tokens):  # its gradient is grads[token]
-        return sum(jnp.vdot(params[k], by_token[k][tokens[0, 0]]) for k in params)
+        return jnp.sum(jnp.stack([jnp.vdot(params[k], by_token[k][tokens[0, 0]]) for k in params]))
 
     step = jax.jit(step_of(c, loss))
     state = State(params, optimizer_of(c).init(params), jnp.int32(0), jax.random.key(0))

@@ -7,10 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import train
 from tests.harness import ROOT, assert_close
@@ -18,10 +21,29 @@ from tests.training import small
 from tpjax.training.checkpoint import Checkpoints
 from tpjax.training.step import State, new_model
 
+CACHE: dict[str, Any] = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0.2,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Lets the runs of this module, those in other processes too, share what XLA compiled."""
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    for name, value in (CACHE | {"jax_compilation_cache_dir": folder}).items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def _main(*flags: str) -> int:
@@ -179,6 +201,7 @@ def test_a_full_disk_at_the_end_is_told(
 def _start(*flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-u", str(ROOT / "train.py"), *flags]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env |= {name.upper(): str(getattr(jax.config, name)) for name in CACHE}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     )

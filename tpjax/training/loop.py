@@ -106,6 +106,7 @@ class _Meter:
         self._norms: list[float] = []
         self._laps_ms: list[float] = []
         self._recent_ms: list[float] = []
+        self._rate = 0.0
 
     def sent(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of the step just sent, and reads those of the step before it."""
@@ -126,15 +127,18 @@ class _Meter:
         if finite:
             self._losses.append(loss)
             self._norms.append(norm)
+        self._rate = rate
         self._count(step, loss, norm, finite)
         self.progress.last_loss = loss if math.isfinite(loss) else None
         self.parts.log.show(self._reading(step, loss, norm, rate))
         if step % self.parts.config.log_interval == 0 or step == self.parts.config.last_step:
-            self.end_row(step, rate)
+            self.end_row(step)
 
-    def end_row(self, step: int, rate: float) -> None:
-        """Adds a row of means since the last one to the history."""
-        row: dict[str, Any] = {"step": step, "learning_rate": rate}
+    def end_row(self, step: int) -> None:
+        """Adds a row of means since the last one to the history, if there was a step since."""
+        if not self._losses and not self._laps_ms:
+            return
+        row: dict[str, Any] = {"step": step, "learning_rate": self._rate}
         if self._losses:
             row |= {"loss": fmean(self._losses), "grad_norm": fmean(self._norms)}
         if self._laps_ms:
@@ -244,6 +248,7 @@ def fit(parts: Parts, state: State, progress: Progress) -> State:
             meter.sent(progress.step, metrics)
             _between_steps(parts, state, progress, meter)
         meter.settle()
+        meter.end_row(progress.step)
     if parts.stop.signal is not None:
         parts.log.say(f"{parts.stop.name}: saving step {progress.step}, then stopping")
     _save(parts, state, progress)
