@@ -87,14 +87,17 @@ def tile_for(features: int, max_per_thread: int, config: Config) -> Tile | None:
     return Tile(rows, features, tile.warps_per_row, tile.vector)
 
 
-def occupancy(tile: Tile, rows: int, slot_bytes: int, config: Config) -> tuple[int, int]:
-    """Returns slots of a block, each of `slot_bytes`, and blocks that share the tiles of [rows, D].
+def occupancy(
+    tile: Tile, groups: int, rows: int, slot_bytes: int, config: Config
+) -> tuple[int, int]:
+    """Returns slots of a block, each of `slot_bytes`, and blocks that share a group's tiles.
 
     There are no more of either than shared memory has room for.
     """
     slots = min(config.num_slots, (MAX_BLOCK_SMEM_BYTES - BLOCK_SMEM_BYTES) // slot_bytes)
     resident = min(config.blocks_per_sm, SMEM_BYTES // (slots * slot_bytes + BLOCK_SMEM_BYTES))
-    return slots, min(-(-rows // tile.rows), resident * _mgpu.num_sms())
+    blocks = max(1, resident * _mgpu.num_sms() // groups)
+    return slots, min(-(-rows // tile.rows), blocks)
 
 
 def unsupported(key: Key, max_per_thread: int) -> str | None:

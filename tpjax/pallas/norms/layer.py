@@ -26,7 +26,7 @@ from jax import Array, lax
 from tpjax.core.operator import Interpret, Key
 from tpjax.pallas import dispatch
 from tpjax.pallas.norms import config as sizes
-from tpjax.pallas.norms.launch import sweep
+from tpjax.pallas.norms.launch import Sweep, sweep
 from tpjax.pallas.norms.tiles import Tile
 
 MAX_PER_THREAD = 64
@@ -77,8 +77,8 @@ def _fwd(kept: _Kept, eps: float, interpret: Interpret, config: sizes.Config) ->
     x_RD, *vectors = kept
     tile = _tile(x_RD, config)
     kernel = partial(_fwd_kernel, eps, kept.scale_D is not None, tile)
-    y_RD, _ = sweep(kernel, tile, config, (x_RD,), vectors, 0, interpret, "layer_norm")
-    return y_RD
+    job = Sweep(kernel, tile, config, 1, 0, interpret, "layer_norm")
+    return sweep(job, (x_RD,), vectors)[0]
 
 
 def _bwd_kernel(
@@ -108,8 +108,8 @@ def _bwd(
     tile = _tile(x_RD, config)
     grads = (kept.scale_D is not None, kept.bias_D is not None)
     kernel = partial(_bwd_kernel, eps, grads, tile)
-    arrays, name = (x_RD, dy_RD), "layer_norm_backward"
-    dx_RD, sums = sweep(kernel, tile, config, arrays, (kept.scale_D,), sum(grads), interpret, name)
+    job = Sweep(kernel, tile, config, 2, sum(grads), interpret, "layer_norm_backward")
+    dx_RD, sums = sweep(job, (x_RD, dy_RD), (kept.scale_D,))
     totals = iter(sums)
     gradients = [None if v is None else next(totals).astype(v.dtype) for v in vectors]
     return _Kept(dx_RD, *gradients)

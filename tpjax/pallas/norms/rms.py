@@ -26,7 +26,7 @@ from jax import Array, lax
 from tpjax.core.operator import Interpret, Key
 from tpjax.pallas import dispatch
 from tpjax.pallas.norms import config as sizes
-from tpjax.pallas.norms.launch import sweep
+from tpjax.pallas.norms.launch import Sweep, sweep
 from tpjax.pallas.norms.tiles import Tile
 
 MAX_PER_THREAD = 128
@@ -60,10 +60,8 @@ def _fwd(
 ) -> Array:
     """Launches the forward kernel."""
     tile = _tile(x_RD, config)
-    y_RD, _ = sweep(
-        partial(_fwd_kernel, eps, tile), tile, config, (x_RD,), (scale_D,), 0, interpret, "rms_norm"
-    )
-    return y_RD
+    job = Sweep(partial(_fwd_kernel, eps, tile), tile, config, 1, 0, interpret, "rms_norm")
+    return sweep(job, (x_RD,), (scale_D,))[0]
 
 
 def _bwd_kernel(
@@ -98,8 +96,8 @@ def _bwd(
     tile = _tile(x_RD, config)
     kernel = partial(_bwd_kernel, eps, tile)
     num_sums = 0 if scale_D is None else 1
-    arrays, name = (x_RD, dy_RD), "rms_norm_backward"
-    dx_RD, sums = sweep(kernel, tile, config, arrays, (scale_D,), num_sums, interpret, name)
+    job = Sweep(kernel, tile, config, 2, num_sums, interpret, "rms_norm_backward")
+    dx_RD, sums = sweep(job, (x_RD, dy_RD), (scale_D,))
     return dx_RD, None if scale_D is None else sums[0].astype(scale_D.dtype)
 
 

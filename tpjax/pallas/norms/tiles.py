@@ -15,7 +15,7 @@ the same features in every tile, which lets sums over rows stay in registers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -111,8 +111,16 @@ class Tile:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
 
+class Share(NamedTuple):
+    """Which tiles a block takes: `block`, `block + blocks`, and so on."""
+
+    block: Any
+    blocks: int
+
+
 def stream(
     tile: Tile,
+    share: Share,
     sources: Sequence[Any],
     result: Any,
     slots: Sequence[Any],
@@ -120,14 +128,14 @@ def stream(
     step: Callable[[Sequence[Any], Any], Any],
     carry: Any,
 ) -> Any:
-    """Runs `step` on this block's share of the tiles, loads and stores going on meanwhile.
+    """Runs `step` on a share of the tiles, loads and stores going on meanwhile.
 
-    Block b of the grid axis "block" takes tiles b, b + blocks, ... of the rows. Loads run up to
-    `slots - 1` tiles ahead: a slot is filled again one step after its result was sent off, by when
+    Loads run up to `slots - 1` tiles ahead: a slot is filled again one step after its result was sent off, by when
     it has most likely been read. There are 2 slots or more.
 
     Args:
       tile: of the rows.
+      share: which tiles.
       sources: arrays [R, N, C] in device memory.
       result: the array of the results, like `sources`.
       slots: buffers [slots, r, N, C] in shared memory, one for each source. `step` leaves the
@@ -140,7 +148,7 @@ def stream(
       The last carry.
     """
     num_slots, rows = slots[0].shape[0], result.shape[0]
-    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    block, blocks = share
     num_tiles = (pl.cdiv(rows, tile.rows) - block + blocks - 1) // blocks
 
     def window(step_index: Any) -> Any:
