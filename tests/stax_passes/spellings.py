@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from tests.harness import assert_close, inputs
 from tpjax.core import _jax
@@ -23,9 +24,7 @@ def rewritten(
     tree = jax.tree.structure(shape)
 
     def run(*args: Any) -> Any:
-        return jax.tree.unflatten(
-            tree, jax.core.eval_jaxpr(new, new.consts, *jax.tree.leaves(args))
-        )
+        return jax.tree.unflatten(tree, jaxpr_as_fun(new)(*jax.tree.leaves(args)))
 
     return run, report
 

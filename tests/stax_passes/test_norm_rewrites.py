@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 from tests.harness import assert_close, inputs
 from tests.stax_passes.spellings import assert_same, rewritten
-from tpjax.stax_passes.fuse_norm import fuse_norm
+from tpjax.stax_passes.norms import fuse_norm
 
 rsqrt, mean = jax.lax.rsqrt, jnp.mean
 

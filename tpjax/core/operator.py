@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator is: one row `Op`, from which names, tests, benchmarks and documents derive.
 
-A row holds a typed public function, the reference that defines its meaning, samples to test it on, and
-the implementations in order of preference. Dispatch (`tpjax.pallas.dispatch`) walks them with a `Key`.
+A row holds a typed public function, the reference that defines its meaning, samples to test it on,
+and the implementations in order of preference. Dispatch (`tpjax.pallas.dispatch`) walks them with a
+`Key`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -76,9 +77,9 @@ def _always(key: Key) -> str | None:
 class Implementation:
     """One way to compute an operator.
 
-    `run` takes the operands in order (None where absent), then the options by keyword. `platforms` and
-    `capabilities` say which machines can run it (None: all); `unsupported` says of a call on such a
-    machine why it cannot run, in words that follow "no kernel for this call:", or None.
+    `run` takes the operands in order (None where absent), then the options by keyword. `platforms`
+    and `capabilities` say which machines can run it (None: all); `unsupported` says of a call on
+    such a machine why it cannot run, in words that follow "no kernel for this call:", or None.
     """
 
     name: str
@@ -130,9 +131,10 @@ class Cost(NamedTuple):
 class Partitioning:
     """Named dimensions of operands and results, and which of them may be split over devices.
 
-    `inputs` and `outputs` name dimensions by letter ("BTHD"); the first letter stands for all leading
-    axes; an absent optional operand is skipped. A dimension in `sharded` needs no communication when
-    split. Letters in one entry of `alike` ("HK") are split over the same devices or not at all.
+    `inputs` and `outputs` name dimensions by letter ("BTHD"); the first letter stands for all
+    leading axes; an absent optional operand is skipped. A dimension in `sharded` needs no
+    communication when split. Letters in one entry of `alike` ("HK") are split over the same devices
+    or not at all.
     """
 
     inputs: tuple[str, ...]

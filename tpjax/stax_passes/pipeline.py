@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from tpjax.core import _jax
 from tpjax.core.errors import UnsupportedError, message
+from tpjax.stax_passes.attention import fuse_attention
 from tpjax.stax_passes.canonical import canonicalise
 from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
-from tpjax.stax_passes.fuse_attention import fuse_attention
-from tpjax.stax_passes.fuse_norm import fuse_norm
+from tpjax.stax_passes.norms import fuse_norm
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.share import share_subexpressions
 from tpjax.stax_passes.sweep import Pass

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass did: hits and near misses with the user's source lines, and equations before and after."""
+"""What a pass did: hits and near misses with the user's source lines, and equations counted."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from typing import Literal
 from tpjax.core.operator import Choice
 
 Tier = Literal["exact", "close"]
-"""exact: the bits of evaluating the original equations one by one; close: within the operator's `tol`."""
+"""exact: the bits of evaluating the original equations one by one; close: within the row's `tol`."""
 
 
 @dataclass(frozen=True)

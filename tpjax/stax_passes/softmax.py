@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a softmax around its exponential: exp(s - max s) / sum(exp(s - max s)), as it is spelled."""
+"""Reads a softmax around its exponential: exp(s - max s) / sum(exp(s - max s)), as spelled."""
 
 from dataclasses import dataclass
 
