@@ -8,7 +8,7 @@ from typing import Literal
 from tpjax.core.operator import Choice
 
 Tier = Literal["exact", "close"]
-"""exact: the bits of evaluating the original equations one by one; close: within the row's `tol`."""
+"""exact: the bits of evaluating the original equations one by one; close: within its `tol`."""
 
 
 @dataclass(frozen=True)
