@@ -42,7 +42,9 @@ class Capture:
     finish: Callable[[list[Any]], Any]
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Capture:
+def capture_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Capture:
     """Traces `fn(*args, **kwargs)`, whose arguments are pytrees of arrays, numbers or shapes.
 
     Raises:

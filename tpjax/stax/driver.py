@@ -116,9 +116,7 @@ def _without_first(fn: Callable[..., Any], count: int) -> inspect.Signature | No
 @overload
 def compile(fn: Callable[..., Any], **options: Unpack[CompileOptions]) -> Compiled: ...
 @overload
-def compile(
-    fn: None = None, **options: Unpack[CompileOptions]
-) -> Callable[[Callable[..., Any]], Compiled]: ...
+def compile(**options: Unpack[CompileOptions]) -> Callable[[Callable[..., Any]], Compiled]: ...
 def compile(fn: Any = None, **options: Any) -> Any:
     """Returns `fn` with its attention, norms and other known operators running in kernels.
 

@@ -18,7 +18,7 @@ from tpjax.core import _jax
 from tpjax.core.errors import UnsupportedError
 from tpjax.pallas.dispatch import record_choices
 from tpjax.stax import modules
-from tpjax.stax.capture import Capture, capture, donated_inputs, evaluate
+from tpjax.stax.capture import Capture, capture_call, donated_inputs, evaluate
 from tpjax.stax.explanation import Explanation, StrictError, demand_kernels
 from tpjax.stax.options import EXACT, resolve
 from tpjax.stax.static import SameObject, Static, static_of
@@ -100,7 +100,7 @@ class Program:
         fn, args, kwargs = self.static.close(self.fn, args, kwargs)
         if modules.any_module((args, kwargs)):
             return modules.captured(fn, args, kwargs)
-        return nullcontext(capture(fn, args, kwargs))
+        return nullcontext(capture_call(fn, args, kwargs))
 
     def rewrite(self, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
         """Returns the jaxpr rewritten, and the reports; `strict` raises what others warn of."""
