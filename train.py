@@ -272,7 +272,8 @@ def finish(console: Console, run: Run, built: Built, sampled: tuple[str, str], e
     rows = {"steps": f"{progress.step:,} of {config.steps:,} ({end})"}
     if progress.validation_loss is not None:
         counted = ngram_baseline(run.split.train, run.split.validation)
-        rows["validation loss"] = f"{progress.validation_loss:.4f} nats per byte"
+        part = "" if end == "done" else " on a part of the held-out text"
+        rows["validation loss"] = f"{progress.validation_loss:.4f} nats per byte{part}"
         rows["counting"] = str(counted)
     median = median_of_steps(progress)
     if median is not None:

@@ -61,7 +61,7 @@ class Config:
     """Sequences in a step, over all devices."""
     length: int = 128
     """Tokens in a sequence."""
-    steps: int = 320
+    steps: int = 300
     """Steps in the run."""
     stop_at: int = 0
     """Stops after this step as an interrupt would, to be resumed; 0: only at the end."""
@@ -87,11 +87,11 @@ class Config:
     """What the layers compute with; auto: bfloat16 on an accelerator, float32 on a CPU."""
     compile: bool = True
     """Whether the loss goes through tpjax.compile; False: plain jax.jit, to compare with."""
-    eval_interval: int = 80
+    eval_interval: int = 100
     """Steps between validations on a part of the held-out text; 0: only at the end, on all."""
     eval_batches: int = 8
     """Batches in a validation on a part."""
-    checkpoint_interval: int = 160
+    checkpoint_interval: int = 150
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = 2
     """Checkpoints kept, newest first."""
