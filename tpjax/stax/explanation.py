@@ -187,7 +187,8 @@ class Explanation:
 
         parts: list[Any] = [Text(f"{self.name}: {self._summary()}", style="bold")]
         parts += [_sites_table(self.sites)] if self.sites else []
-        parts += [_misses_table(self.near_misses)] if self.near_misses else []
+        misses = self._telling_misses()
+        parts += [_misses_table(misses)] if misses else []
         parts.append(_passes_table(self.passes, self.before, self.after))
         if self.constants:
             held = ", ".join(f"{n} x {c}" for c, n in Counter(self.constants).items())
@@ -195,9 +196,13 @@ class Explanation:
         parts += [Text(f"note: {note}") for note in self.notes]
         return Group(*parts)
 
+    def _telling_misses(self) -> tuple[NearMiss, ...]:
+        """Returns the near misses to print: those of exact passes cost nothing worth a line."""
+        return tuple(miss for miss in self.near_misses if miss.tier != "exact")
+
     def _summary(self) -> str:
         if not self.sites:
-            near = "; the near misses say what came close" if self.near_misses else ""
+            near = "; the near misses say what came close" if self._telling_misses() else ""
             return f"nothing recognised{near}"
         counts = Counter((site.op, site.label) for site in self.sites)
         return ", ".join(f"{n} x {op} ({label})" for (op, label), n in counts.items())

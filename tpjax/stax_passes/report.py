@@ -33,6 +33,7 @@ class NearMiss:
     reason: str
     failed: bool = False
     """Whether the rule matched and then raised, so that the original code runs in its place."""
+    tier: Tier = "close"
 
 
 @dataclass(frozen=True)

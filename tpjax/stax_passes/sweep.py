@@ -34,7 +34,7 @@ class Log:
 
     def near_miss(self, rule: str, eqn: _jax.Equation, reason: str) -> None:
         """Notes that the rule almost fired at the equation, and why it did not."""
-        self.near_misses.append(NearMiss(rule, _jax.source_of(eqn), reason))
+        self.near_misses.append(NearMiss(rule, _jax.source_of(eqn), reason, tier="exact"))
 
     def report(self, name: str, before: _jax.Jaxpr, after: _jax.Jaxpr) -> Report:
         """Returns the report of the pass `name`."""
