@@ -157,6 +157,21 @@ class Sample:
         return " ".join(map(str, self.arrays)) + options
 
 
+_SHORT = {"bf16": "bfloat16", "f": "float", "i": "int", "u": "uint"}
+
+
+def parse_spec(spec: str) -> tuple[np.dtype, tuple[int, ...]]:
+    """Returns dtype and shape of an array spec.
+
+    >>> parse_spec("bf16[2,128]")
+    (dtype(bfloat16), (2, 128))
+    """
+    name, dims = spec.removesuffix("]").split("[")
+    letters = name.rstrip("0123456789")
+    long = _SHORT.get(name) or _SHORT.get(letters, letters) + name[len(letters) :]
+    return jax.numpy.dtype(long), tuple(int(n) for n in dims.split(",") if n)
+
+
 @dataclass(frozen=True)
 class Op:
     """One operator: its row in the table `OPS`."""

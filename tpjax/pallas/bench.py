@@ -16,17 +16,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from tpjax.core.errors import UnsupportedError, did_you_mean
-from tpjax.core.operator import Op, Sample
+from tpjax.core.operator import Op, Sample, parse_spec
 from tpjax.pallas.dispatch import IMPLEMENTATIONS, use
 from tpjax.pallas.ops import OPS
 
 GROUPS = 5
 BACKWARD_WORK = {"flash_attention": 3.5, "rms_norm": 2.5, "layer_norm": 2.5}
 """Forward and backward work as a multiple of the forward call's: 7 products of 2, 5 passes of 2."""
-SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
 class Timing(NamedTuple):
@@ -52,10 +50,8 @@ def arguments(sample: Sample) -> list[jax.Array | None]:
         if spec is None:
             out.append(None)
             continue
-        name, dims = spec.rstrip("]").split("[")
-        shape = tuple(int(n) for n in dims.split(",") if n)
-        key = jax.random.key(i)
-        out.append(jax.random.normal(key, shape).astype(jnp.dtype(SHORT[name])))
+        dtype, shape = parse_spec(spec)
+        out.append(jax.random.normal(jax.random.key(i), shape).astype(dtype))
     return out
 
 
