@@ -130,8 +130,8 @@ def stream(
 ) -> Any:
     """Runs `step` on a share of the tiles, loads and stores going on meanwhile.
 
-    Loads run up to `slots - 1` tiles ahead: a slot is filled again one step after its result was sent off, by when
-    it has most likely been read. There are 2 slots or more.
+    Loads run up to `slots - 1` tiles ahead: a slot is filled again one step after its result was
+    sent off, by when it has most likely been read. There are 2 slots or more.
 
     Args:
       tile: of the rows.
