@@ -234,7 +234,10 @@ def _row(row: Any) -> dict[str, Any]:
 def _cell(value: Any) -> str:
     if value is None or value == ():
         return "-"
-    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    if not isinstance(value, tuple | list):
+        return str(value)
+    sentences = any(" " in str(each) for each in value)
+    return ("\n" if sentences else ", ").join(map(str, value))
 
 
 if __name__ == "__main__":
