@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What every row of the table must pass; `test_ops.py` applies it to all, and to planted faults."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tpjax
+from tests.harness import assert_close, inputs, parse_spec
+from tpjax.core.operator import Op, Sample
+from tpjax.pallas.dispatch import record_choices
+
+
+def arrays_of(sample: Sample, seed: int = 0) -> tuple[jax.Array | None, ...]:
+    """Returns random arrays of the sample."""
+    return tuple(None if s is None else inputs(s, seed + i) for i, s in enumerate(sample.arrays))
+
+
+def shapes_of(sample: Sample) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    """Returns shapes and dtypes of the sample."""
+    parsed = (None if s is None else parse_spec(s) for s in sample.arrays)
+    return tuple(None if p is None else jax.ShapeDtypeStruct(p[1], p[0]) for p in parsed)
+
+
+def with_gradients(op: Op, fn: Callable[..., Any], sample: Sample) -> Callable[..., Any]:
+    """Returns (cotangent, *arrays) -> output and gradients by position, of `fn` on the sample."""
+    positions = [i for i in op.diff if i < len(sample.arrays) and sample.arrays[i] is not None]
+
+    def run(cotangent: Any, *arrays: Any) -> dict[str, Any]:
+        def of_some(*some: Any) -> Any:
+            full = list(arrays)
+            for i, x in zip(positions, some, strict=True):
+                full[i] = x
+            return fn(*full, **sample.options)
+
+        out, vjp = jax.vjp(of_some, *(arrays[i] for i in positions))
+        gradients = dict(zip(map(str, positions), vjp(cotangent), strict=True))
+        return {"out": out, "gradients": gradients}
+
+    return run
+
+
+def problem(op: Op, sample: Sample, seed: int = 0) -> tuple[jax.Array | None, ...]:
+    """Returns a random cotangent of the operator's output, then random arrays of the sample."""
+    out = jax.eval_shape(partial(op.reference, **sample.options), *shapes_of(sample))
+    values = np.random.default_rng(seed + 7).standard_normal(out.shape)
+    return (jnp.asarray(values.astype(out.dtype)), *arrays_of(sample, seed))
+
+
+_answers: dict[tuple[str, str, int], Any] = {}
+
+
+def answer(op: Op, sample: Sample, seed: int = 0) -> Any:
+    """Returns output and gradients of the reference for `problem`, in float64 on the CPU.
+
+    A production shape is computed in float32 on the default device: float64 would take long.
+    """
+    key = (op.name, str(sample), seed)
+    if key not in _answers:
+        wide = np.float32 if sample.slow else np.float64
+        device = jax.devices()[0] if sample.slow else jax.devices("cpu")[0]
+        operands = [
+            x if x is None or not jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x, wide)
+            for x in problem(op, sample, seed)
+        ]
+        x64, exact = jax.enable_x64(not sample.slow), jax.default_matmul_precision("highest")
+        with x64, exact, jax.default_device(device):
+            run = jax.jit(with_gradients(op, op.reference, sample))
+            _answers[key] = jax.tree.map(np.asarray, run(*operands))
+    return _answers[key]
+
+
+def tolerance(op: Op, sample: Sample) -> float:
+    """Returns the row's tolerance for the widest-rounding dtype of the sample."""
+    dtypes = {str(s.dtype) for s in shapes_of(sample) if s is not None}
+    return max(op.tol[d] for d in dtypes if d in op.tol)
+
+
+def compare(op: Op, sample: Sample, got: Any, want: Any) -> None:
+    """Asserts that outputs and gradients agree; the reference's are rounded to the dtypes got."""
+    want = jax.tree.map(lambda w, g: np.asarray(w).astype(g.dtype), want, got)
+    assert_close(f"{op.name} {sample}", got, want, tolerance(op, sample))
+
+
+def check(op: Op, sample: Sample, fn: Callable[..., Any]) -> None:
+    """Asserts that `fn`, under jit, gives the operator's output and gradients on the sample."""
+    got = jax.jit(with_gradients(op, fn, sample))(*problem(op, sample))
+    compare(op, sample, got, answer(op, sample))
+
+
+def check_vmap(op: Op, sample: Sample, fn: Callable[..., Any]) -> None:
+    """Asserts that vmap over two problems gives the answers of both."""
+    seeds = (0, 50)
+    sets = [problem(op, sample, seed) for seed in seeds]
+    stacked = [None if xs[0] is None else jnp.stack(xs) for xs in zip(*sets, strict=True)]
+    got = jax.jit(jax.vmap(with_gradients(op, fn, sample)))(*stacked)
+    answers = [answer(op, sample, seed) for seed in seeds]
+    compare(op, sample, got, jax.tree.map(lambda *xs: np.stack(xs), *answers))
+
+
+def refusal(op: Op, sample: Sample) -> str | None:
+    """Returns why the kernel refuses the sample on Hopper, or None."""
+    with tpjax.use(platform="cuda"), record_choices() as choices, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a fallback warns is tested elsewhere
+        jax.eval_shape(partial(op.fn, **sample.options), *shapes_of(sample))
+    (choice,) = choices
+    return dict(choice.refused).get("pallas")
+
+
+def has_kernel(op: Op) -> bool:
+    """Returns whether the operator has a kernel."""
+    return any(i.name == "pallas" for i in op.implementations)
+
+
+def quick_samples(op: Op) -> list[Sample]:
+    """Returns the samples that a CPU runs."""
+    return [s for s in op.samples if not s.slow]
+
+
+def samples_for_kernel(op: Op) -> list[Sample]:
+    """Returns the quick samples that the operator's kernel runs.
+
+    Raises:
+      AssertionError: there is a kernel and it refuses them all: nothing would test it.
+    """
+    if not has_kernel(op):
+        return []
+    refusals = {str(s): refusal(op, s) for s in quick_samples(op)}
+    assert None in refusals.values(), f"{op.name}: the kernel refuses every sample: {refusals}"
+    return [s for s in quick_samples(op) if refusals[str(s)] is None]

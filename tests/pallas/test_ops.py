@@ -1,0 +1,195 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The table of operators: every row on every sample, in every form that can run here.
+
+On a GPU: `python -m pytest -m gpu tests/pallas/test_ops.py` runs all samples on the device.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpjax
+from tests.harness import parse_spec
+from tests.pallas import op_checks as checks
+from tpjax.core.operator import Implementation, Op, Sample, nbytes
+from tpjax.pallas import OPS, rms_norm
+from tpjax.pallas.dispatch import call, record_choices
+from tpjax.pallas.norms import tiles
+from tpjax.pallas.partition import dimensions
+
+ROWS = {op.name: op for op in OPS}
+EVERY = [(op, s) for op in OPS for s in op.samples]
+QUICK = [(op, s) for op, s in EVERY if not s.slow]
+KERNEL = [(op, s) for op in OPS for s in checks.samples_for_kernel(op)]
+FIRST = [next((op, s) for op, s in KERNEL if op is row) for row in OPS if checks.has_kernel(row)]
+
+
+def named(value: object) -> str | None:
+    """Names a row or a sample in the list of tests."""
+    return value.name if isinstance(value, Op) else str(value)
+
+
+def over(cases: list[tuple[Op, Sample]]) -> pytest.MarkDecorator:
+    """Runs the test for every row and sample."""
+    return pytest.mark.parametrize(("op", "sample"), cases, ids=named)
+
+
+@over(QUICK)
+def test_xla(op, sample):
+    """The plain form, under jit: output and gradients against float64."""
+    checks.check(op, sample, partial(op.fn, implementation="xla"))
+
+
+@over(QUICK)
+def test_xla_vmap(op, sample):
+    """The plain form under vmap."""
+    checks.check_vmap(op, sample, partial(op.fn, implementation="xla"))
+
+
+@over(KERNEL)
+def test_interpreted(op, sample):
+    """The kernels in the interpreter, under jit, against float64; data races are errors."""
+    with tpjax.use(interpret="races"), record_choices() as choices:
+        checks.check(op, sample, op.fn)
+    assert {c.implementation for c in choices} == {"pallas"}
+
+
+@over(FIRST)
+def test_interpreted_vmap(op, sample):
+    """The kernels in the interpreter under vmap."""
+    with tpjax.use(interpret=True):
+        checks.check_vmap(op, sample, partial(op.fn, implementation="pallas"))
+
+
+@over(EVERY)
+def test_lowers_for_cuda(op, sample):
+    """Every sample, production shapes too, lowers for a GPU, through the kernel that runs it."""
+    refused = checks.refusal(op, sample)
+    wanted = "xla" if refused or not checks.has_kernel(op) else "pallas"
+    out = jax.eval_shape(partial(op.reference, **sample.options), *checks.shapes_of(sample))
+    run = checks.with_gradients(op, partial(op.fn, implementation=wanted), sample)
+    with tpjax.use(platform="cuda"):
+        traced = jax.jit(run).trace(out, *checks.shapes_of(sample))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in text) == (wanted == "pallas")
+
+
+@over(EVERY)
+def test_cost(op, sample):
+    """Arithmetic is positive; the least traffic is the operands that are read and the result."""
+    shapes = checks.shapes_of(sample)
+    cost = op.cost(*shapes, **sample.options)
+    out = jax.eval_shape(partial(op.reference, **sample.options), *shapes)
+    assert cost.flops > 0
+    assert 0 < cost.bytes <= nbytes([*shapes, out])
+
+
+@over(EVERY)
+def test_partitioning_names_every_dimension(op, sample):
+    """One letter is one size (or 1, broadcast); results are named by letters of the operands."""
+    split, sizes = op.partitioning, {}
+    shapes = checks.shapes_of(sample)
+    assert len(split.inputs) >= len(shapes)
+    for letters, x in zip(split.inputs, shapes, strict=False):
+        if x is None or x.ndim < len(letters) - 1:
+            continue
+        for name, size in zip(dimensions(letters, x.ndim), x.shape, strict=True):
+            known = sizes.get(name, 1)
+            assert 1 in (size, known) or size == known, name
+            sizes[name] = max(size, known)
+    out = jax.eval_shape(partial(op.reference, **sample.options), *shapes)
+    for letters, x in zip(split.outputs, jax.tree.leaves(out), strict=True):
+        named_sizes = zip(dimensions(letters, x.ndim), x.shape, strict=True)
+        assert all(sizes[name] == size for name, size in named_sizes)
+    letters = set("".join(split.inputs))
+    assert letters >= set(split.sharded) | set("".join(split.alike))
+
+
+@pytest.mark.parametrize("op", OPS, ids=named)
+def test_samples_cover(op):
+    """A row has float32, bfloat16, an odd size, and a production shape marked slow."""
+    specs = [parse_spec(s) for sample in op.samples for s in sample.arrays if s]
+    assert {jnp.float32, jnp.bfloat16} <= {dtype.type for dtype, _ in specs}
+    assert any(size % 2 and size > 1 for _, shape in specs for size in shape)
+    assert any(s.slow for s in op.samples)
+    assert set(op.tol) >= {dtype.name for dtype, _ in specs if jnp.issubdtype(dtype, jnp.floating)}
+    assert op.implementations[-1].platforms is None
+
+
+def test_names_are_unique():
+    """A name is one row, and its public function is found under it."""
+    assert len(ROWS) == len(OPS)
+    for name, op in ROWS.items():
+        assert getattr(tpjax.pallas, name) is op.fn
+        assert name in tpjax.pallas.__all__
+
+
+RMS = ROWS["rms_norm"]
+F32 = RMS.samples[0]
+"""The sample that planted faults are looked for in."""
+
+
+def test_planted_fault_wrong_eps():
+    """An eps ten times too large is found even where it is small beside the data."""
+    with pytest.raises(AssertionError, match="tolerance"):
+        checks.check(RMS, F32, lambda x, scale: rms_norm(x, scale, eps=1e-5))
+
+
+def test_planted_fault_gradient():
+    """A gradient off by 0.1 % is found."""
+
+    @jax.custom_vjp
+    def faulty(x, scale):
+        return rms_norm(x, scale)
+
+    def backward(kept, dy):
+        dx, dscale = jax.vjp(rms_norm, *kept)[1](dy)
+        return dx, dscale * 1.001
+
+    faulty.defvjp(lambda x, scale: (rms_norm(x, scale), (x, scale)), backward)
+    with pytest.raises(AssertionError, match=r"gradients.*1"):
+        checks.check(RMS, F32, faulty)
+
+
+def test_planted_fault_unwritten_output(monkeypatch):
+    """A kernel that never sends its result off is found."""
+    monkeypatch.setattr(tiles.plgpu, "copy_smem_to_gmem", lambda *refs: None)
+    with tpjax.use(interpret=True), pytest.raises(AssertionError, match="not finite"):
+        checks.check(RMS, F32, rms_norm)
+
+
+def test_planted_fault_kernel_refuses_everything():
+    """A row whose kernel runs none of its samples is found."""
+    lazy = Implementation("pallas", rms_norm, lambda key: "never", platforms=("cuda",))
+    ways = (lazy, RMS.implementations[-1])
+
+    def refusing(x, scale, *, eps=1e-6):
+        return call("refusing", ways, {"x": x, "scale": scale}, {"eps": eps})
+
+    row = replace(RMS, fn=refusing, implementations=ways)
+    with pytest.raises(AssertionError, match="refuses every sample"):
+        checks.samples_for_kernel(row)
+
+
+@pytest.mark.gpu
+@over(EVERY)
+def test_gpu(op, sample):
+    """Every form that a GPU runs, on it: output and gradients, production shapes too."""
+    forms = ["xla"]
+    if checks.has_kernel(op) and checks.refusal(op, sample) is None:
+        forms.append("pallas")
+    for form in forms:
+        run = checks.with_gradients(op, partial(op.fn, implementation=form), sample)
+        got = jax.jit(run)(*checks.problem(op, sample))
+        checks.compare(op, sample, got, checks.answer(op, sample))
+
+
+@pytest.mark.gpu
+@over(KERNEL)
+def test_gpu_vmap(op, sample):
+    """The kernels under vmap, on a GPU."""
+    checks.check_vmap(op, sample, partial(op.fn, implementation="pallas"))
