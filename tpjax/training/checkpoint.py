@@ -10,10 +10,10 @@ array has a check sum, so that a damaged file is told from a good one, and its s
 compared with the model's before anything is read.
 """
 
+import errno
 import logging
+import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
 from tpjax.core.errors import message
+from tpjax.core.operator import nbytes
+from tpjax.training.metrics import spell_bytes
 from tpjax.training.step import State
 
 FORMAT = 1
@@ -78,23 +80,15 @@ def check_sums(state: State) -> list[int]:
     return [int(x) for x in jax.device_get(_check_sums(_storable(state)))]
 
 
-@contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Keeps orbax's log of a failure, pages of it, off the console: it is told in a line."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    """Keeps orbax's log of a failed write, pages of it, off the console: `SaveError` tells it."""
+    return "orbax" not in record.pathname
 
 
 def _reason(error: BaseException) -> str:
     """The cause of a failed write in few words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     text = str(error).strip()
     for known in ("No space left on device", "File too large", "Permission denied", "Read-only"):
         if known in text:
@@ -109,6 +103,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self._saver = self._new_saver()
         self._saving: int | None = None
+        logging.getLogger("absl").addFilter(_is_not_orbax)  # adding it again changes nothing
 
     @staticmethod
     def _new_saver() -> ocp.AsyncCheckpointer:
@@ -131,34 +126,41 @@ class Checkpoints:
         """Starts to write a checkpoint; returns once the state has been copied, and may be donated.
 
         Raises:
-          SaveError: this one, or the one still being written, cannot be written.
+          SaveError: this one cannot be written, or the one still being written could not; then this
+            one is written all the same.
         """
-        self.wait()
+        late = self._finish()
         step = int(state.step)
-        if step in self.steps():
-            return  # saved when the run last stopped here, and nothing has happened since
-        meta = {
-            **meta,
+        if step not in self.steps():  # else saved when the run last stopped here
+            self._saving = step
+            try:
+                self._start(step, state, meta)
+            except Exception as error:
+                late = self._failed(error)
+        if late is not None:
+            raise late
+
+    def _start(self, step: int, state: State, meta: dict[str, Any]) -> None:
+        stored = _storable(state)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        needed, free = nbytes(jax.tree.leaves(stored)), shutil.disk_usage(self.folder).free
+        if needed > free:
+            got = f"{spell_bytes(needed)} needed, {spell_bytes(free)} free"
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({got})")
+        facts = {
             "format": FORMAT,
             "jax": jax.__version__,
             "leaves": leaf_specs(state),
             "check_sums": check_sums(state),
         }
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(_storable(state)), meta=ocp.args.JsonSave(meta)
+            state=ocp.args.StandardSave(stored), meta=ocp.args.JsonSave(meta | facts)
         )
-        self._saving = step
-        with _quiet_orbax():
-            try:
-                self._saver.save(self.path(step), args=items)
-            except Exception as error:
-                raise self._failed(error) from error
+        self._saver.save(self.path(step), args=items)
 
     def poll(self) -> None:
         """Raises `SaveError` if the checkpoint being written has failed by now."""
-        if self._saving is None:
-            return
-        with _quiet_orbax():
+        if self._saving is not None:
             try:
                 self._saver.check_for_errors()
             except Exception as error:
@@ -166,16 +168,25 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits for the checkpoint being written, then deletes the oldest; raises `SaveError`."""
+        failure = self._finish()
+        if failure is not None:
+            raise failure
+
+    def _finish(self) -> SaveError | None:
+        """Waits, tidies up, and returns what went wrong."""
         if self._saving is None:
-            return
-        with _quiet_orbax():
-            try:
-                self._saver.wait_until_finished()
-            except Exception as error:
-                raise self._failed(error) from error
+            return None
+        try:
+            self._saver.wait_until_finished()
+        except Exception as error:
+            return self._failed(error)
         self._saving = None
-        for step in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(step), ignore_errors=True)
+        for path in [*self.folder.glob(f"{_PREFIX}*-tmp"), *map(self.path, self._outdated())]:
+            shutil.rmtree(path, ignore_errors=True)
+        return None
+
+    def _outdated(self) -> list[int]:
+        return self.steps()[: -self.keep]
 
     def _failed(self, error: BaseException) -> SaveError:
         """Clears away what was half written, and says what stands."""
@@ -204,9 +215,8 @@ class Checkpoints:
             raise RestoreError(message("resume", str(self.folder), must, got, remedy))
         path = self.path(found[-1])
         try:
-            with _quiet_orbax():
-                items = ocp.args.Composite(meta=ocp.args.JsonRestore())
-                meta = self._saver.restore(path, args=items).meta
+            items = ocp.args.Composite(meta=ocp.args.JsonRestore())
+            meta = self._saver.restore(path, args=items).meta
         except Exception as error:
             raise self._damaged(path, f"unreadable meta data ({_reason(error)})") from error
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -231,9 +241,8 @@ class Checkpoints:
         path = self.path(self.steps()[-1])
         self._compare(path, meta["leaves"], leaf_specs(like))
         try:
-            with _quiet_orbax():
-                items = ocp.args.Composite(state=ocp.args.StandardRestore(_storable_like(like)))
-                found = self._saver.restore(path, args=items).state
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(_storable_like(like)))
+            found = self._saver.restore(path, args=items).state
         except Exception as error:
             raise self._damaged(path, _reason(error)) from error
         for name, x, wanted in zip(
