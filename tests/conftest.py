@@ -22,7 +22,8 @@ def _asks_for_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the platform before JAX starts."""
+    """Chooses the platform before JAX starts, and enough CPU threads to interpret kernels."""
+    os.environ.setdefault("NPROC", "8")
     if _asks_for_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

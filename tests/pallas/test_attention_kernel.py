@@ -4,6 +4,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import pytest
 import tpjax
 from tests.harness import assert_close, inputs
 from tpjax.core.attention import attention_reference
-from tpjax.pallas.attention import blocks, forward, hopper
+from tpjax.pallas._mgpu import pl
+from tpjax.pallas.attention import blocks, forward, hopper, ring
 from tpjax.pallas.attention.config import CONFIGS, heuristic
 from tpjax.pallas.attention.entry import flash_attention
 from tpjax.pallas.dispatch import record_choices
@@ -31,8 +33,9 @@ def arrays(dtype, batch, T, S, H, K, D):
 def with_gradients(fn, **options):
     """Returns a function of (query, key, value, cotangent) that gives output and gradients."""
 
-    def run(q, k, v, dout):
-        out, vjp = jax.vjp(partial(fn, **options), q, k, v)
+    def run(*operands):
+        *inner, dout = operands
+        out, vjp = jax.vjp(partial(fn, **options), *inner)
         return {"out": out, **dict(zip(("dq", "dk", "dv"), vjp(dout), strict=True))}
 
     return run
@@ -96,17 +99,17 @@ def test_planted_fault_mask_off_by_one(monkeypatch):
 
 
 def test_planted_fault_slot_reused_too_early(monkeypatch):
-    """A ring that is filled without waiting for its readers is found by the race detection."""
-    from tpjax.pallas.attention import ring
-
-    real = ring.fill
+    """A ring that is filled without waiting for its readers is found by the interpreter."""
 
     def careless(steps, stages, rings, sources):
-        real(steps, stages, [r._replace(free=r.ready) for r in rings], sources)
+        with monkeypatch.context() as patch:
+            patch.setattr(ring, "pl", SimpleNamespace(loop=pl.loop, when=lambda _: lambda _: None))
+            ring.fill(steps, stages, rings, sources)
 
     monkeypatch.setattr(forward, "fill", careless)
     operands = arrays("bf16", (1,), 64, 256, 1, 1, 64)[:3]
-    with tpjax.use(interpret="races"), pytest.raises(Exception, match="RACE|race|barrier"):
+    message = "RACE DETECTED|no threads observed phase"  # whichever is noticed first
+    with tpjax.use(interpret="races"), pytest.raises(Exception, match=message):
         jax.block_until_ready(flash_attention(*operands))
 
 
@@ -176,11 +179,19 @@ def test_every_tile_is_dealt_once(longest_last):
 
 
 def test_interpreter_gets_two_workers():
-    """More warpgroups than the interpreter has CPU threads would hang."""
+    """The interpreter needs a CPU thread for each warpgroup."""
     for features in CONFIGS:
         config = heuristic(features, 4096, 4096, True)
         assert max(config.warpgroups, config.dq_warpgroups, config.dkv_warpgroups) == 2
         assert replace(config) in CONFIGS[features]
+
+
+def test_interpreter_without_threads_is_refused(monkeypatch):
+    """It would hang; the error says how to get more."""
+    monkeypatch.setenv("NPROC", "3")
+    q = inputs("bf16[1,9,1,64]", 0)
+    with tpjax.use(interpret=True), pytest.raises(RuntimeError, match=r"got 3\. .*NPROC=8"):
+        flash_attention(q, q, q)
 
 
 GPU = [  # dtype, batch, T, S, H, K, D, causal

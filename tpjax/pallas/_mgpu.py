@@ -5,6 +5,7 @@
 The one module among the kernels that may touch JAX internals; tested on JAX 0.11.2 and 0.12.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout, Tiling
 
+from tpjax.core.errors import message
 from tpjax.core.operator import Interpret
 
 
-def interpret_params(interpret: Interpret) -> Any:
-    """Returns the `interpret=` argument of `plgpu.kernel` for a `Target.interpret` value."""
+def interpret_params(interpret: Interpret, warpgroups: int = 1) -> Any:
+    """Returns the `interpret=` argument of `plgpu.kernel` for a `Target.interpret` value.
+
+    Args:
+      interpret: whether and how to interpret.
+      warpgroups: how many wait for one another. In the interpreter a waiting one holds a thread of
+        JAX's CPU pool, and where there are too few of those it hangs.
+
+    Raises:
+      RuntimeError: it would hang.
+    """
     if not interpret:
         return None
+    threads = int(os.environ.get("NPROC") or len(os.sched_getaffinity(0)))
+    if 1 < warpgroups >= threads:
+        must = f"run with at least {warpgroups + 1} CPU threads for this kernel"
+        remedy = "Set the environment variable NPROC=8 before JAX starts."
+        raise RuntimeError(message("use", "interpret", must, threads, remedy))
     return plgpu.InterpretGPUParams(detect_races=interpret == "races")
 
 
@@ -97,7 +113,7 @@ def accumulate(
 
         pl.run_scoped(inner, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in fresh))
 
-    started = [plgpu.WGMMAAccumulatorRef.init(x) for x in sums]
+    started: list[Any] = [plgpu.WGMMAAccumulatorRef.init(x) for x in sums]
     finished, state = pl.run_state(run)((started, state))
     return list(finished), state
 

@@ -259,7 +259,7 @@ def _launch(
         num_threads=workers + 1,
         thread_name="worker",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret_params(facts.plan.interpret),
+        interpret=interpret_params(facts.plan.interpret, workers + 1),
         kernel_name=name,
     )
 
@@ -313,7 +313,7 @@ def key_value_gradient(
     return kernel(q, k, v, do, lse, delta)
 
 
-def backward(
+def launch_backward(
     query: Array, key: Array, value: Array, out: Array, lse: Array, dout: Array, plan: Plan
 ) -> tuple[Array, Array, Array]:
     """Returns the gradients of query, key and value for the output's cotangent `dout`."""

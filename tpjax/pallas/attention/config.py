@@ -54,8 +54,7 @@ SHORT = 2 * ROWS
 def heuristic(features: int, num_queries: int, num_keys: int, interpret: Interpret) -> Config:
     """Returns the config for heads of that many features, where nothing was measured.
 
-    The interpreter gives each warpgroup a CPU thread and hangs where there are fewer: it gets the
-    smallest.
+    The interpreter needs a CPU thread for each warpgroup: it gets the config with the fewest.
     """
     small = interpret or max(num_queries, num_keys) <= SHORT
     return CONFIGS[features][-1 if small else 0]

@@ -255,7 +255,7 @@ def _forward_kernel(
         fill(steps, config.stages, (keys, values), sources)
 
 
-def forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
+def launch_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
     """Returns the output [B, T, H, D] and the float32 log of sums of exponentials [B, H, T]."""
     config = plan.config
     workers, stages, dtype = config.warpgroups, config.stages, query.dtype
@@ -288,7 +288,7 @@ def forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, 
         num_threads=workers + 1,
         thread_name="worker",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret_params(plan.interpret),
+        interpret=interpret_params(plan.interpret, workers + 1),
         kernel_name="flash_attention_forward",
     )
     out, lse = kernel(q, k, v)

@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tpjax.core.operator import Key
 from tpjax.pallas._mgpu import causal_is_miscompiled
-from tpjax.pallas.attention.backward import backward
+from tpjax.pallas.attention.backward import launch_backward
 from tpjax.pallas.attention.config import CONFIGS, heuristic
-from tpjax.pallas.attention.forward import Plan, forward
+from tpjax.pallas.attention.forward import Plan, launch_forward
 from tpjax.pallas.dispatch import current_target
 
 DTYPES = ("bfloat16", "float16")
@@ -54,17 +54,17 @@ def unsupported(key: Key) -> str | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend(query: Array, key: Array, value: Array, plan: Plan) -> Array:
-    return forward(query, key, value, plan)[0]
+    return launch_forward(query, key, value, plan)[0]
 
 
 def _attend_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Residuals]:
-    out, lse = forward(query, key, value, plan)
+    out, lse = launch_forward(query, key, value, plan)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, Residuals(query, key, value, out, lse)
 
 
 def _attend_backward(plan: Plan, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array]:
-    return backward(*residuals, dout, plan)
+    return launch_backward(*residuals, dout, plan)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from tpjax.pallas._mgpu import pl, plgpu
@@ -32,7 +32,7 @@ def ring_barriers(workers: int, stages: int, copies: int) -> list[Any]:
 
 def slot_of(step: Array, stages: int) -> Array:
     """Returns the slot that a step's data lie in."""
-    return lax.rem(step, jax.numpy.int32(stages))
+    return lax.rem(step, jnp.int32(stages))
 
 
 def fill(
@@ -42,6 +42,8 @@ def fill(
     sources: Callable[[Array], Sequence[tuple[Any, ...]]],
 ) -> None:
     """Copies the sources of every step into the rings, each slot as soon as it is free.
+
+    Returns when all has been read, so that nothing is left to arrive in a block that is gone.
 
     Args:
       steps: number of steps.
@@ -57,3 +59,8 @@ def fill(
             pl.when(step >= stages)(partial(plgpu.barrier_wait, ring.free.at[slot]))
             for ref, buffer in zip(refs, ring.buffers, strict=True):
                 plgpu.copy_gmem_to_smem(ref, buffer.at[slot], ring.ready.at[slot])
+
+    @pl.loop(jnp.maximum(steps - stages, 0), steps)
+    def _drain(step):
+        for ring in rings:
+            plgpu.barrier_wait(ring.free.at[slot_of(step, stages)])
