@@ -8,12 +8,14 @@ first that can run it does, and the reason of each refused one is kept for `tpja
 stale choice.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -52,6 +54,9 @@ class Preference:
             return dict(self.implementation).get(op)
         return self.implementation
 
+
+for _room in ("core", "pallas"):  # a call's source is the line that called us
+    _jax.hide_frames(str(Path(__file__).parents[1] / _room) + os.sep)
 
 _preference = jax.make_user_context(Preference())
 _recorders: ContextVar[tuple[list[Choice], ...]] = ContextVar("tpjax_recorders", default=())
@@ -101,6 +106,8 @@ def use(
         _check_name("platform", platform, PLATFORMS)
     if interpret not in (None, True, False, "races"):
         raise ValueError(f"use: interpret must be True, False or 'races'; got {interpret!r}.")
+    if interpret:
+        _jax.provide_interpreter_threads()
     outer = preference()
     inner = replace(
         outer,

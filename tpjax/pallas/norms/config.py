@@ -17,13 +17,15 @@ MAX_VECTOR = 4
 MAX_CHUNKS = 256
 """TMA moves boxes of at most this many elements along an axis."""
 MAX_ROW_BYTES = 32 * 1024
-"""Two buffers of two arrays must fit in shared memory."""
+"""Longest row; every dtype has the same."""
 SMEM_BYTES = 228 * 1024
 """Shared memory of a Hopper SM."""
 MAX_BLOCK_SMEM_BYTES = 227 * 1024
 """Of it, what one block may take."""
 BLOCK_SMEM_BYTES = REDUCTION_BYTES + 2048
 """Of it, what a block takes beside its buffers: for sums over warps, barriers, and the system."""
+MAX_TILE_BYTES = (MAX_BLOCK_SMEM_BYTES - BLOCK_SMEM_BYTES) // 4
+"""Backward, two tiles of two arrays are in shared memory, at the least."""
 EASY_PER_THREAD = 48
 """A row may take this many registers of a thread before narrower accesses are the smaller evil."""
 
@@ -54,7 +56,7 @@ def heuristic(features: int, itemsize: int) -> Config:
     return CONFIGS[0]
 
 
-def _tiles(features: int, max_per_thread: int) -> Iterator[tuple[int, Tile]]:
+def _tiles(features: int, itemsize: int, max_per_thread: int) -> Iterator[tuple[int, Tile]]:
     """Yields every way to lay out a row, with the number of its elements that one thread holds."""
     vector = MAX_VECTOR
     while vector:
@@ -62,13 +64,14 @@ def _tiles(features: int, max_per_thread: int) -> Iterator[tuple[int, Tile]]:
             rows = WARPS // warps_per_row
             tile = Tile(rows, features, warps_per_row, vector)
             per_thread = rows * features // (WARPS * LANES)
-            fits = features % (tile.chunk * warps_per_row) == 0
-            if fits and tile.num_chunks <= MAX_CHUNKS and per_thread <= max_per_thread:
+            exact = features % (tile.chunk * warps_per_row) == 0
+            small = rows * features * itemsize <= MAX_TILE_BYTES and tile.num_chunks <= MAX_CHUNKS
+            if exact and small and per_thread <= max_per_thread:
                 yield per_thread, tile
         vector //= 2
 
 
-def tile_for(features: int, max_per_thread: int, config: Config) -> Tile | None:
+def tile_for(features: int, itemsize: int, max_per_thread: int, config: Config) -> Tile | None:
     """Returns the tile for rows of `features` elements, or None where there is none.
 
     Rows that take few registers are laid out for the widest accesses, then for most warps a row.
@@ -79,11 +82,12 @@ def tile_for(features: int, max_per_thread: int, config: Config) -> Tile | None:
         hardship = max(per_thread, EASY_PER_THREAD)
         return hardship, -tile.vector, -tile.warps_per_row
 
-    found = sorted(_tiles(features, max_per_thread), key=rank)
+    found = sorted(_tiles(features, itemsize, max_per_thread), key=rank)
     if not found:
         return None
     tile = found[0][1]
-    rows = tile.rows * max(1, config.tile_elements // (tile.rows * features))
+    elements = min(config.tile_elements, MAX_TILE_BYTES // itemsize)
+    rows = tile.rows * max(1, elements // (tile.rows * features))
     return Tile(rows, features, tile.warps_per_row, tile.vector)
 
 
@@ -119,6 +123,6 @@ def unsupported(key: Key, max_per_thread: int) -> str | None:
     if features * itemsize > MAX_ROW_BYTES:
         most = MAX_ROW_BYTES // itemsize
         return f"the last axis of x must have at most {most} features; it has {features}"
-    if tile_for(features, max_per_thread, CONFIGS[0]) is None:
-        return f"rows of {features} features cannot be dealt to the registers of a warpgroup"
+    if tile_for(features, itemsize, max_per_thread, CONFIGS[0]) is None:
+        return f"rows of {features} {x.dtype.name} do not fit the registers of a warpgroup"
     return None

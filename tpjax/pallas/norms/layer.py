@@ -116,7 +116,7 @@ def _bwd(
 
 
 def _tile(x_RD: Array, config: sizes.Config) -> Tile:
-    tile = sizes.tile_for(x_RD.shape[-1], MAX_PER_THREAD, config)
+    tile = sizes.tile_for(x_RD.shape[-1], x_RD.dtype.itemsize, MAX_PER_THREAD, config)
     assert tile is not None, "unsupported() lets no such call through"
     return tile
 
