@@ -110,7 +110,7 @@ LOWERED = [
 
 @pytest.mark.parametrize(("norm", "features", "dtype", "config"), LOWERED, ids=str)
 def test_lowers_for_cuda(norm, features, dtype, config):
-    """Every config passes the checks of layouts, shared memory and copies, at all kinds of sizes."""
+    """Every config passes the checks of layouts, shared memory and copies, at many sizes."""
     kernel, _ = NORMS[norm]
     dtype, shape = parse_spec(f"{dtype}[1001,{features}]")
     x, scale = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((features,), jnp.float32)

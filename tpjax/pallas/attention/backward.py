@@ -19,10 +19,19 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tpjax.pallas._mgpu import accumulate, interpret_params, out_like, pl, plgpu, row_tile
+from tpjax.pallas._mgpu import (
+    accumulate,
+    gpu_kernel,
+    interpret_params,
+    out_like,
+    pl,
+    plgpu,
+    row_tile,
+)
 from tpjax.pallas.attention.blocks import (
     Region,
     Span,
@@ -250,7 +259,7 @@ def _key_value_kernel(
 def _launch(
     body: Any, name: str, facts: TileFacts, workers: int, grid: int, out_type: Any, scratch: Any
 ) -> Any:
-    return plgpu.kernel(
+    return gpu_kernel(
         partial(body, facts=facts),
         out_type=out_type,
         scratch_types=scratch,
@@ -313,6 +322,7 @@ def key_value_gradient(
     return kernel(q, k, v, do, lse, delta)
 
 
+@partial(jax.jit, static_argnames="plan")
 def launch_backward(
     query: Array, key: Array, value: Array, out: Array, lse: Array, dout: Array, plan: Plan
 ) -> tuple[Array, Array, Array]:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from tpjax.core._jax import is_tracer
 from tpjax.core.errors import message
 from tpjax.pallas import dispatch
-from tpjax.pallas.attention.implementations import IMPLEMENTATIONS
+from tpjax.pallas.attention.implementations import IMPLEMENTATIONS, PARTITIONING
 
 OP = "flash_attention"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -97,7 +97,7 @@ def flash_attention(
         "mask": _one_batch_axis(mask, tuple(batch)),
         **lengths,
     }
-    out = dispatch.call(OP, IMPLEMENTATIONS, operands, options, implementation)
+    out = dispatch.call(OP, IMPLEMENTATIONS, operands, options, implementation, PARTITIONING)
     return out.reshape(query.shape)
 
 

@@ -25,11 +25,20 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from tpjax.core.operator import Interpret
-from tpjax.pallas._mgpu import accumulate, interpret_params, out_like, pl, plgpu, row_tile
+from tpjax.pallas._mgpu import (
+    accumulate,
+    gpu_kernel,
+    interpret_params,
+    out_like,
+    pl,
+    plgpu,
+    row_tile,
+)
 from tpjax.pallas.attention.blocks import Order, Region, Span, key_blocks, tile_order, visible
 from tpjax.pallas.attention.config import ROWS, Config, compute_registers
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
@@ -255,6 +264,8 @@ def _forward_kernel(
         fill(steps, config.stages, (keys, values), sources)
 
 
+# One jit for equal calls: the layers of a model lower and assemble the kernel once.
+@partial(jax.jit, static_argnames="plan")
 def launch_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
     """Returns the output [B, T, H, D] and the float32 log of sums of exponentials [B, H, T]."""
     config = plan.config
@@ -267,7 +278,7 @@ def launch_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[
     order = tile_order(num_tiles, batch * heads, group, head_bytes, longest_last=plan.is_causal)
     region = Region(num_queries, num_keys, plan.is_causal)
     facts = TileFacts(region, order, heads, group, features, plan)
-    kernel = plgpu.kernel(
+    kernel = gpu_kernel(
         partial(_forward_kernel, facts=facts),
         out_type=[
             out_like(query, q.shape, dtype),

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from tpjax.core.attention import attention_reference
-from tpjax.core.operator import Cost, Op, Partitioning, Sample, nbytes
+from tpjax.core.operator import Cost, Op, Sample, nbytes
 from tpjax.pallas.attention.entry import flash_attention
-from tpjax.pallas.attention.implementations import IMPLEMENTATIONS
+from tpjax.pallas.attention.implementations import IMPLEMENTATIONS, PARTITIONING
 
 
 def attention_cost(
@@ -61,8 +61,6 @@ FLASH_ATTENTION = Op(
     diff=(0, 1, 2, 3),
     tol={"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12},
     cost=attention_cost,
-    partitioning=Partitioning(
-        inputs=("BTHD", "BSKD", "BSKD", "BHTS", "BHTS"), outputs=("BTHD",), sharded="BHK"
-    ),
+    partitioning=PARTITIONING,
 )
 """Softmax attention: causal or full, grouped heads, any length."""

@@ -72,6 +72,8 @@ def _fwd_kernel(
     return sums
 
 
+# One jit for equal calls: the layers of a model lower and assemble the kernel once.
+@partial(jax.jit, static_argnames=("eps", "interpret", "config"))
 def _fwd(kept: _Kept, eps: float, interpret: Interpret, config: sizes.Config) -> Array:
     """Launches the forward kernel."""
     x_RD, *vectors = kept
@@ -100,6 +102,7 @@ def _bwd_kernel(
     return [total + share for total, share in zip(sums, shares, strict=True)]
 
 
+@partial(jax.jit, static_argnames=("eps", "interpret", "config"))
 def _bwd(
     kept: _Kept, dy_RD: Array, eps: float, interpret: Interpret, config: sizes.Config
 ) -> _Kept:

@@ -55,6 +55,8 @@ def _fwd_kernel(
     return sums
 
 
+# One jit for equal calls: the layers of a model lower and assemble the kernel once.
+@partial(jax.jit, static_argnames=("eps", "interpret", "config"))
 def _fwd(
     x_RD: Array, scale_D: Array | None, eps: float, interpret: Interpret, config: sizes.Config
 ) -> Array:
@@ -84,6 +86,7 @@ def _bwd_kernel(
     return [dscale + dy * x * rstd for dscale in sums]
 
 
+@partial(jax.jit, static_argnames=("eps", "interpret", "config"))
 def _bwd(
     x_RD: Array,
     dy_RD: Array,

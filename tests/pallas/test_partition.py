@@ -1,0 +1,207 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels under a mesh: each device works on its part, and no operand is gathered.
+
+The interpreter does not run on several devices, so the wrapper is put around the plain form: what
+it splits, sums and gathers is the same. That kernels lower inside it is tested beside.
+"""
+
+from inspect import signature
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from tests.harness import run_python
+from tpjax.core.operator import Partitioning
+from tpjax.pallas import OPS
+from tpjax.pallas.partition import choose_splits, dimensions, split_over_devices
+
+AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+
+SETUP = """
+from functools import partial
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import tpjax
+from tests.harness import assert_close, inputs
+from tpjax.pallas import OPS, flash_attention, layer_norm, rms_norm
+from tpjax.pallas.partition import split_over_devices
+
+ROWS = {op.name: op for op in OPS}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+def split(name, *operands, **options):
+    row = ROWS[name]
+    operands += (None,) * (len(row.partitioning.inputs) - len(operands))
+    run = partial(row.implementations[-1].run, **options)
+    return split_over_devices(run, row.partitioning, operands)
+
+def with_gradients(fn):
+    def run(dout, *arrays):
+        out, vjp = jax.vjp(fn, *arrays)
+        return [out, *vjp(dout)]
+    return run
+
+def place(mesh, specs, arrays):
+    return [jax.device_put(a, NamedSharding(mesh, P(*s))) for a, s in zip(arrays, specs)]
+
+def check(name, mesh, fn, plain, specs, arrays, moves=("all-gather", "all-to-all", "permute")):
+    want = jax.jit(with_gradients(plain))(*arrays)
+    with jax.set_mesh(mesh):
+        placed = place(mesh, specs, arrays)
+        run = jax.jit(with_gradients(fn))
+        text = run.lower(*placed).compile().as_text()
+        got = run(*placed)
+    assert not [m for m in moves if m in text], (name, [m for m in moves if m in text])
+    assert_close(name, jax.device_get(got), jax.device_get(want), 2e-6)
+    return got
+"""
+
+NORMS = """
+x, dy = inputs("f32[8,6,64]", 0), inputs("f32[8,6,64]", 1)
+scale, bias = inputs("f32[64]", 2), inputs("f32[64]", 3)
+for kinds, spec in [
+    ((AUTO, AUTO), (("a", "b"),)),
+    ((EXPLICIT, EXPLICIT), ("a", "b")),
+    ((EXPLICIT, EXPLICIT), (None, ("a", "b"))) ,
+    ((EXPLICIT, EXPLICIT), ("b",)),
+]:
+    if spec == (None, ("a", "b")):
+        x, dy = x[:, :4], dy[:, :4]
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)
+    for name, fn, vectors in [
+        ("rms_norm", rms_norm, (scale,)), ("layer_norm", layer_norm, (scale, bias)),
+    ]:
+        specs = (spec, spec, *[()] * len(vectors))
+        got = check(name, mesh, partial(split, name, eps=1e-6), fn, specs, (dy, x, *vectors))
+        parts = {s.data.shape for s in got[0].addressable_shards}
+        assert parts != {x.shape}, (spec, parts)
+print("norms agree")
+"""
+
+ATTENTION = """
+def attend(q, k, v):
+    options = {"scale": 0.25, "is_causal": True, "local_window_size": None}
+    return split("flash_attention", q, k, v, **options)
+
+def plain(q, k, v):
+    return flash_attention(q, k, v, scale=0.25, is_causal=True)
+
+for heads, kv_heads, kinds, spec in [
+    (4, 2, (AUTO, AUTO), (("a", "b"),)),
+    (4, 2, (EXPLICIT, EXPLICIT), ("a", None, "b")),
+    (4, 1, (EXPLICIT, EXPLICIT), ("a", None, "b")),
+]:
+    q, k, v, dout = (
+        inputs(f"f32[4,9,{n},16]", i) for i, n in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+    key_spec = spec if kv_heads > 1 else spec[:1]
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)
+    check("flash_attention", mesh, attend, plain, (spec, spec, key_spec, key_spec), (dout, q, k, v))
+print("attention agrees")
+"""
+
+KERNELS = """
+def lowers(fn, mesh, specs, arrays):
+    with jax.set_mesh(mesh), tpjax.use(platform="cuda"):
+        traced = jax.jit(with_gradients(fn)).trace(*place(mesh, specs, arrays))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text, text[:3000]
+    assert "manual_computation" in text, text[:3000]
+
+q, k, v, dout = (inputs(f"bf16[4,64,{n},64]", i) for i, n in enumerate((4, 2, 2, 4)))
+x, dy, scale = inputs("bf16[8,6,64]", 0), inputs("bf16[8,6,64]", 1), inputs("f32[64]", 2)
+for kind in (AUTO, EXPLICIT):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    lowers(rms_norm, mesh, (("a", "b"), ("a", "b"), ()), (dy, x, scale))
+    lowers(flash_attention, mesh, (("a", None, "b"),) * 4, (dout, q, k, v))
+
+mesh = jax.make_mesh((4,), ("a",), axis_types=(AUTO,))  # the caller's own shard_map
+for fn, arrays, whole in [(layer_norm, (dy, x, scale), 1), (flash_attention, (dout, q, k, v), 0)]:
+    specs = (P("a"),) * (len(arrays) - whole) + (P(),) * whole
+    run = with_gradients(fn)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=list(specs))
+    with tpjax.use(platform="cuda"):
+        traced = jax.jit(mapped).trace(*arrays)
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+print("kernels lower")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [(NORMS, "norms agree"), (ATTENTION, "attention agrees"), (KERNELS, "kernels lower")],
+    ids=["norms", "attention", "kernels"],
+)
+def test_on_four_devices(source, says):
+    """Values and gradients are those of one device; the compiled program moves no operand."""
+    assert says in run_python(SETUP + source, devices=4)
+
+
+def test_planted_fault_heads_split_alone():
+    """Query heads split without their key heads give wrong values: `alike` is what holds them."""
+    fault = """
+from dataclasses import replace
+row = ROWS["flash_attention"]
+alone = replace(row.partitioning, alike=(), sharded="BH")
+ROWS["flash_attention"] = replace(row, partitioning=alone)
+"""
+    with pytest.raises(AssertionError, match="flash_attention"):
+        run_python(SETUP + fault + ATTENTION, devices=4)
+
+
+def mesh_of(**axes):
+    """Returns an abstract mesh of axes `name=(size, kind)`."""
+    sizes, kinds = zip(*axes.values(), strict=True)
+    return jax.sharding.AbstractMesh(sizes, tuple(axes), axis_types=kinds)
+
+
+ROWS_ONLY = Partitioning(inputs=("RD", "D"), outputs=("RD",), sharded="R")
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows", "wanted"),
+    [
+        ({"a": (2, AUTO), "b": (3, AUTO)}, 12, {"R0": ("a", "b")}),
+        ({"a": (2, AUTO), "b": (3, AUTO)}, 8, {"R0": ("a",)}),  # 3 does not divide 4
+        ({"a": (2, AUTO), "b": (3, AUTO)}, 9, {"R0": ("b",)}),
+        ({"a": (2, AUTO)}, 7, {}),
+    ],
+    ids=str,
+)
+def test_auto_axes_split_the_leading_dimension(axes, rows, wanted):
+    """Over every axis, in order, that divides what is left; other dimensions stay whole."""
+    x, scale = jnp.zeros((rows, 6, 8)), jnp.zeros(8)
+    names = [dimensions("RD", 3), dimensions("D", 1)]
+    with jax.sharding.use_abstract_mesh(mesh_of(**axes)):
+        kinds = {name: kind for name, (_, kind) in axes.items()}
+        assert choose_splits(ROWS_ONLY, names, (x, scale), kinds) == wanted
+
+
+def test_no_mesh_no_wrapper():
+    """Without a mesh, or under the caller's shard_map, the kernel is called as it is."""
+    seen = []
+
+    def run(*operands):
+        seen.append(operands)
+        return operands[0]
+
+    x = jnp.zeros((4, 8))
+    assert split_over_devices(run, ROWS_ONLY, (x, None)) is x
+    with jax.sharding.use_abstract_mesh(mesh_of(a=(1, AUTO))):
+        assert split_over_devices(run, ROWS_ONLY, (x, None)) is x
+    assert len(seen) == 2
+
+
+def test_every_row_names_its_operands():
+    """Letters of `sharded` and `alike` stand in the inputs; a split needs no sum over devices."""
+    for op in OPS:
+        split = op.partitioning
+        results = set("".join(split.outputs))
+        assert set(split.sharded) <= results | set("".join(split.alike))
+        given = len(split.inputs)
+        kernel = op.implementations[0].run
+        positional = [p for p in signature(kernel).parameters.values() if p.kind != p.KEYWORD_ONLY]
+        assert given == len(positional), op.name
