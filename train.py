@@ -83,7 +83,7 @@ class Run(NamedTuple):
 def prepare(request: Request) -> Run:
     """Decides all that a run needs and checks it, so that a mistake costs seconds."""
     devices = devices_of(request.platform)
-    saved, changes = None, ()
+    saved, before = None, None
     if request.resume is None:
         config = request.config()
         folder = new_folder(request.out, request.preset or DEFAULT_PRESET)
@@ -95,13 +95,13 @@ def prepare(request: Request) -> Run:
         before = Config.from_dict(saved["config"])
         start = before if request.preset is None else Request(request.preset).config()
         config = override(start, {"stop_at": 0, **request.fields})
-        changes = differences(before, config)
         checkpoints = Checkpoints(folder / CHECKPOINTS, config.keep_checkpoints)
 
     placement = place(config, devices)
     dtype, reason = dtype_of(config, devices[0].platform)
     model = dataclasses.replace(config.model, dtype=dtype)
     config = dataclasses.replace(config, model=model)
+    changes = () if before is None else differences(before, config)
     corpus = load_text(config.data)
     split = corpus.split(config.length)
     run = Run(config, folder, checkpoints, placement, reason, corpus, split, saved, changes)
@@ -114,11 +114,10 @@ def differences(before: Config, after: Config) -> tuple[str, ...]:
     """Returns the fields whose change may change what the run learns, as "name: old -> new"."""
     old, new = before.as_dict(), after.as_dict()
     old, new = old | old.pop("model"), new | new.pop("model")
-    quiet = {"dtype", "stop_at", "max_length"}
     return tuple(
         f"{name}: {old[name]} -> {new[name]}"
         for name in new
-        if name not in quiet and old[name] != new[name]
+        if name not in ("stop_at", "max_length") and old[name] != new[name]
     )
 
 

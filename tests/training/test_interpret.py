@@ -39,11 +39,11 @@ with tpjax.use(interpret=True):
     assert sites == [("flash_attention", "pallas")] + 3 * [("rms_norm", "pallas")], sites
     found, found_params = learn(tpjax.compile(plain))
 assert expected[2][0] < expected[0][0] - 0.5  # it does learn
-# Scores that plain JAX rounds to bfloat16 stay float32 in the kernel. Plain JAX is up to 1.7e-2
-# from itself in float32, and the kernels are no further from that.
+# Scores that plain JAX rounds to bfloat16 stay float32 in the kernel, and three steps add up what
+# differs. Plain JAX in bfloat16 is 2.1e-2 from itself in float32, and the kernels are no further.
 for i in range(3):
     assert found[i][0] == pytest.approx(expected[i][0], rel=1e-4)
-    assert_close(f"gradient of step {i}", found[i][1], expected[i][1], 1.2e-2)
+    assert_close(f"gradient of step {i}", found[i][1], expected[i][1], 2e-2)
 assert_close("parameters", found_params, params, 5e-3)
 print("agree")
 """

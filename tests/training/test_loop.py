@@ -185,7 +185,7 @@ def test_a_signal_ends_the_loop_after_the_step_and_saves(tmp_path: Path):
 def test_validation_is_the_mean_over_whole_batches():
     c = small.config(batch_size=3, length=10)
     graph, init = new_model(c)
-    params, loss = init().params, loss_of(graph)
+    params, loss = init().params, jax.jit(loss_of(graph))
     data = load_text("kjv").data[:100]  # 9 windows: 3 batches
     held_out = Batches(data, c.batch_size, c.length)
     evaluate = evaluation(loss, place(c, devices_of(None)), held_out)
