@@ -83,11 +83,9 @@ class Run(NamedTuple):
 def prepare(request: Request) -> Run:
     """Decides all that a run needs and checks it, so that a mistake costs seconds."""
     devices = devices_of(request.platform)
-    saved, before = None, None
+    folder, saved, before = None, None, None
     if request.resume is None:
         config = request.config()
-        folder = new_folder(request.out, request.preset or DEFAULT_PRESET)
-        checkpoints = Checkpoints(folder / CHECKPOINTS, config.keep_checkpoints)
     else:
         named = None if request.resume == NEWEST else request.resume
         folder = old_folder(named, request.out)
@@ -95,7 +93,6 @@ def prepare(request: Request) -> Run:
         before = Config.from_dict(saved["config"])
         start = before if request.preset is None else Request(request.preset).config()
         config = override(start, {"stop_at": 0, **request.fields})
-        checkpoints = Checkpoints(folder / CHECKPOINTS, config.keep_checkpoints)
 
     placement = place(config, devices)
     dtype, reason = dtype_of(config, devices[0].platform)
@@ -104,6 +101,9 @@ def prepare(request: Request) -> Run:
     changes = () if before is None else differences(before, config)
     corpus = load_text(config.data)
     split = corpus.split(config.length)
+    if folder is None:
+        folder = new_folder(request.out, request.preset or DEFAULT_PRESET)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, config.keep_checkpoints)
     run = Run(config, folder, checkpoints, placement, reason, corpus, split, saved, changes)
     if saved is not None:
         check_saved(run, saved)
@@ -153,7 +153,8 @@ def describe(run: Run, memory: Memory | None, params: int, compile_s: float) -> 
         f"{c.model.param_dtype}",
         "data": f"{run.corpus}; {run.split.validation.size:,} of them held out",
         "batch": f"{c.batch_size} sequences x {c.length} bytes = {c.tokens_per_step:,} tokens a "
-        f"step; {per_epoch:,.0f} an epoch; {c.steps:,} steps, {c.steps / per_epoch:.2f} epochs",
+        f"step; {per_epoch:,.0f} steps an epoch",
+        "length": f"{c.steps:,} steps, {c.steps / per_epoch:.2f} epochs",
         "optimizer": f"{c.optimizer}, rate {c.learning_rate:g}, {c.warmup_steps} steps of warm-up, "
         f"then {c.schedule}",
         "compiled by": f"{'tpjax.compile' if c.compile else 'plain jax.jit'} in {compile_s:.1f} s",

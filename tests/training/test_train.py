@@ -160,7 +160,7 @@ def test_bad_input_is_told_before_anything_starts(
     assert "at least" in _error(capsys, 1, out, f"--data={short}")
     nowhere = f"--resume={tmp_path / 'nowhere'}"
     assert "must be a run with a checkpoint" in _error(capsys, 1, nowhere)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_blows_up_ends_the_run_and_says_where(
