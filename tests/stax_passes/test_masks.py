@@ -61,7 +61,6 @@ def test_axes_of_a_wider_mask() -> None:
 NO_BANDS = {
     "a hole": (lambda: jnp.asarray((i >= j) & (j != 7))),
     "one entry more": (lambda: jnp.asarray((i >= j) | ((i == 3) & (j == 9)))),
-    "an empty row": (lambda: jnp.tril(jnp.ones((T, S), bool), -1)),
     "prefix": (lambda: jnp.asarray((i >= j) | (j < 20))),
     "documents": (lambda: jnp.asarray((i >= j) & (i // 100 == j // 100))),
 }
@@ -71,6 +70,12 @@ NO_BANDS = {
 def test_no_band(name: str) -> None:
     """One wrong entry anywhere is enough not to be a band."""
     assert known_band(NO_BANDS[name]) is None
+
+
+def test_empty_row_is_an_error() -> None:
+    """A query that sees no key is no band and no mask for an operator that gives 0 there."""
+    with pytest.raises(masks.BlindQueryError):
+        known_band(lambda: jnp.tril(jnp.ones((T, S), bool), -1))
 
 
 def test_input_dependent_mask_is_unknown() -> None:

@@ -20,7 +20,7 @@ from tpjax.pallas import flash_attention
 from tpjax.stax_passes.axes import Axes, Layout
 from tpjax.stax_passes.engine import Match, Recogniser, rewriting_pass
 from tpjax.stax_passes.graph import Graph, Node
-from tpjax.stax_passes.masks import Band, band_of
+from tpjax.stax_passes.masks import Band, BlindQueryError, band_of
 from tpjax.stax_passes.operands import HALF, Operand, common_dtype, operand_of, unrepeat
 from tpjax.stax_passes.scores import MASKED, Part, Scores, Unknown
 from tpjax.stax_passes.softmax import Softmax, softmax_around
@@ -189,6 +189,11 @@ def _band(graph: Graph, part: Part, roles: _Roles, visible: Any) -> Band | None:
         return band_of(graph, part.value, at[tuple(roles.tokens)], at[tuple(roles.keys)], visible)
     except _NotAMask:
         return None
+    except BlindQueryError:
+        raise Unknown(
+            "the mask hides every key from some query: there the original averages the values (or "
+            "gives NaN), the operator gives 0"
+        ) from None
 
 
 def _both(a: Band, b: Band) -> Band:
@@ -200,7 +205,7 @@ def _both(a: Band, b: Band) -> Band:
 
 def _extract(graph: Graph, exp: Node) -> "Match | str | None":
     softmax = softmax_around(graph, exp)
-    if softmax is None:
+    if softmax is None or graph.size(softmax.scores) == 0:
         return None
     axes = Axes()
     layout = axes.fresh(graph.shape(softmax.scores))
@@ -323,7 +328,7 @@ ATTENTION = Recogniser(
     tier="close",
     contract=(
         "scores and softmax in float32, weights rounded to the dtype of the values; entries filled "
-        "with -1e4 or less count as masked, and a query that sees no key gives 0"
+        "with -3e4 or less count as masked, and a query that sees no key gives 0"
     ),
 )
 

@@ -36,6 +36,19 @@ ACROSS_DEVICES = frozenset({
 """Primitives whose value depends on the device, so that it is not known while tracing."""
 
 
+LOSSY_CAST = "lossy_cast"
+
+
+def _loses(eqn: _jax.Equation) -> bool:
+    """Whether a cast goes through integers, booleans or 8-bit floats: it changes the numbers."""
+    dtypes = (getattr(eqn.invars[0].aval, "dtype", None), eqn.params["new_dtype"])
+    return any(d is None or str(d) not in FLOATS for d in dtypes)
+
+
+FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
+"""Dtypes between which a cast rounds within the tolerance of the `close` tier."""
+
+
 @dataclass(eq=False)
 class Node:
     """One equation, with its operands and results as value numbers of the graph."""
@@ -46,8 +59,9 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The primitive's name."""
-        return self.eqn.primitive.name
+        """The primitive's name; "lossy_cast" for a cast that a pattern may not look through."""
+        name = self.eqn.primitive.name
+        return LOSSY_CAST if name == "convert_element_type" and _loses(self.eqn) else name
 
 
 @dataclass
@@ -105,6 +119,35 @@ class Graph:
     def peel_moves(self, value: int) -> int:
         """Follows the value back through converts, broadcasts, reshapes and stopped gradients."""
         return self.peel(value, *MOVES)
+
+    def restores(self, value: int, total: Node, axis: int, *more: str) -> bool:
+        """Returns whether the value is a reduction over `axis`, put back where it was taken.
+
+        Casts, added axes of length one, broadcasts and the primitives `more` may stand between;
+        every other axis must come back to its own place, which equal lengths alone do not show.
+        """
+        place: list[int | None] = list(range(len(self.shape(value))))
+        rest = [i for i in range(len(place)) if i != axis]
+        while value != total.outs[0]:
+            node = self.made_by(value, "convert_element_type", "broadcast_in_dim", "reshape", *more)
+            if node is None:
+                return False
+            if node.name == "max":  # with -inf, which is how an empty maximum starts
+                value = next((v for v in node.ins if self.scalar(v) != -np.inf), value)
+                continue
+            if node.name == "broadcast_in_dim":
+                place = [place[i] for i in node.eqn.params["broadcast_dimensions"]]
+            elif node.name == "reshape":
+                source, target = self.shape(node.ins[0]), self.shape(value)
+                long = [p for p, n in zip(place, target, strict=True) if n > 1]
+                if [n for n in source if n > 1] != [n for n in target if n > 1]:
+                    return False
+                place = [long.pop(0) if n > 1 else None for n in source]
+            value = node.ins[0]
+        shape = self.shape(value)
+        if len(shape) != len(rest):  # the reduction kept its axis, or took several
+            return False
+        return all(p == r for p, r, n in zip(place, rest, shape, strict=True) if n > 1)
 
     def source(self, value: int) -> str:
         """Returns file:line of the user's code that made the value."""

@@ -51,6 +51,10 @@ Window = dict[int, tuple[int, int]]
 """The part of an array to evaluate: [start, stop) along some of its axes."""
 
 
+class BlindQueryError(Exception):
+    """A mask hides every key from some query, where the original does not give an operator's 0."""
+
+
 class _NotEvaluated(Exception):
     pass
 
@@ -112,7 +116,7 @@ class Evaluation:
         back = self._axes_before(node)
         inner = {j: w for i, w in window.items() if (j := back[i]) is not None}
         x = self._at(node.ins[0], inner, depth)
-        if node.name == "convert_element_type":
+        if node.eqn.primitive.name == "convert_element_type":
             return x.astype(dtype)
         if node.name == "transpose":
             return x.transpose(node.eqn.params["permutation"])
@@ -122,7 +126,7 @@ class Evaluation:
     def _axes_before(self, node: Node) -> list[int | None]:
         """Returns, for each axis of the result, the operand's axis that it is, or None."""
         source, target = (self.graph.shape(v) for v in (node.ins[0], node.outs[0]))
-        if node.name == "convert_element_type":
+        if node.eqn.primitive.name == "convert_element_type":
             return list(range(len(target)))
         if node.name == "transpose":
             return list(node.eqn.params["permutation"])
@@ -165,6 +169,9 @@ def band_of(
       query_axis: its axis of queries t.
       key_axis: its axis of keys s.
       visible: maps the mask's numbers to booleans, True where the key is visible.
+
+    Raises:
+      BlindQueryError: a query sees no key.
     """
     T, S = graph.shape(value)[query_axis], graph.shape(value)[key_axis]
     if T * S > MAX_ELEMENTS:
@@ -182,7 +189,7 @@ def band_of(
         seen = np.moveaxis(np.asarray(visible(block), bool), (query_axis, key_axis), (-2, -1))
         seen = np.broadcast_to(seen.reshape(seen.shape[-2:]), (stop - start, S))
         if not seen.any(axis=1).all():
-            return None  # a query that sees nothing: the original does not give a kernel's 0 there
+            raise BlindQueryError
         ends = seen.argmax(axis=1), S - 1 - seen[:, ::-1].argmax(axis=1), seen.sum(axis=1)
         rows.append(np.stack(ends, axis=1))
     return _band(*np.concatenate(rows).T, num_keys=S)
@@ -193,6 +200,8 @@ def _band(first: np.ndarray, last: np.ndarray, count: np.ndarray, *, num_keys: i
     t = np.arange(len(first))
     left, right = int((t - first).max()), int((last - t).max())
     low, high = np.maximum(t - left, 0), np.minimum(t + right, num_keys - 1)
+    if left < 0 or right < 0:
+        return None  # it leaves the diagonal out
     if not ((first == low) & (last == high) & (count == high - low + 1)).all():
         return None
     unlimited = (low == 0).all(), (high == num_keys - 1).all()

@@ -40,12 +40,12 @@ class _Reader:
         """Follows a per-row value back through converts, broadcasts and reshapes, as inside."""
         while (
             node := self.graph.made_by(value, "convert_element_type", "broadcast_in_dim", "reshape")
-        ) is not None:
+        ) is not None and keeps_rows(self.graph, node):
             self.inside.add(value)
             value = node.ins[0]
-        return self._past_guard(value)
+        return value
 
-    def _past_guard(self, value: int) -> int:
+    def past_guard(self, value: int) -> int:
         """Follows past `jnp.var`'s NaN guard and a clamp at zero: no finite variance changes."""
         graph = self.graph
         node = graph.made_by(value, "select_n", "max")
@@ -142,16 +142,19 @@ def _statistic(reader: _Reader, value: int) -> "_Statistic | str | None":
     if found is None:
         return None
     variance, eps = found
+    while (inner := reader.past_guard(variance)) != variance:
+        variance = inner
     difference = reader.step(variance, "sub")  # E[x^2] - E[x]^2
     mean = reader.mean(difference.ins[0] if difference is not None else variance)
     base = None if mean is None else reader.square_of(mean[0])
     if mean is None or base is None:
-        return None
+        return _over_other_axes(graph, variance)
     axes = mean[1]
     last = len(graph.shape(base)) - 1
+    if eps <= 0:
+        return f"eps is {eps:g}, and the operator needs one above zero"
     if axes != (last,):
-        shown = axes[0] if len(axes) == 1 else axes
-        return f"the mean is taken over axis {shown}, the kernel normalises over the last axis only"
+        return _over_other_axes(graph, variance)
     if difference is None:
         x = reader.centred(base)
         if x is None:
@@ -162,6 +165,20 @@ def _statistic(reader: _Reader, value: int) -> "_Statistic | str | None":
     if first is None or first[1] != (last,) or not same_array(graph, first[0], base):
         return "the variance is not that of the array whose square is averaged"
     return _Statistic(base, True, eps)
+
+
+def _over_other_axes(graph: Graph, variance: int) -> str | None:
+    """Returns the reason where the variance is a mean over an axis that is not the last."""
+    quotient = graph.made_by(graph.peel_moves(variance), "div", "mul")
+    for value in () if quotient is None else quotient.ins:
+        total = graph.made_by(graph.peel_moves(value), "reduce_sum")
+        if total is None:
+            continue
+        axes = tuple(int(a) for a in total.eqn.params["axes"])
+        if axes != (len(graph.shape(total.ins[0])) - 1,):
+            shown = axes[0] if len(axes) == 1 else axes
+            return f"the mean is taken over axis {shown}, the kernel normalises over the last axis"
+    return None
 
 
 @dataclass
@@ -201,6 +218,20 @@ class _Product:
         graph = self.reader.graph
         length = graph.shape(self.statistic.x)[-1]
         return _vector(graph, value, length) is not None
+
+
+def keeps_rows(graph: Graph, node: Node) -> bool:
+    """Returns whether a statistic of each row stays with its row: only a last axis comes or goes.
+
+    In square arrays another broadcast has the same shapes and another meaning.
+    """
+    if node.name == "convert_element_type":
+        return True
+    source, target = graph.shape(node.ins[0]), graph.shape(node.outs[0])
+    if node.name == "broadcast_in_dim":
+        dims = tuple(int(i) for i in node.eqn.params["broadcast_dimensions"])
+        return dims == tuple(range(len(source))) and len(target) - len(source) <= 1
+    return target in (source, (*source, 1)) or source == (*target, 1)
 
 
 def _plain(graph: Graph, value: int) -> int:
@@ -251,7 +282,8 @@ def _walk(product: _Product, value: int, divides: bool) -> int | str | None:
         node = users[0]
         others = [v for v in node.ins if v != value]
         if node.name in ("broadcast_in_dim", "reshape") and root is None:
-            pass
+            if not keeps_rows(graph, node):
+                return "the statistics are not put back on the rows that they were taken of"
         elif node.name == "convert_element_type":
             if root is not None and not _closes(product, node):
                 return root

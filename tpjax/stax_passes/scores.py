@@ -15,7 +15,7 @@ import numpy as np
 from tpjax.stax_passes.axes import Axes, Layout
 from tpjax.stax_passes.graph import Graph, Node
 
-MASKED = -1e4
+MASKED = -3e4
 """A fill or additive constant at or below this counts as masking."""
 
 THROUGH = frozenset({

@@ -49,10 +49,11 @@ def devices_of(platform: str | None) -> Sequence[Any]:
       RuntimeError: the machine has no such device, or the installed jax cannot use it.
     """
     if platform is not None:
-        jax.config.update("jax_platforms", platform)
+        # With the CPU behind it, for callbacks to run on.
+        jax.config.update("jax_platforms", platform if platform == "cpu" else f"{platform},cpu")
     try:
-        return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX 0.12 asserts where a plugin is missing
+        return jax.devices(platform)
+    except (RuntimeError, AssertionError) as error:  # JAX 0.12 asserts for an absent JAX_PLATFORMS
         asked = platform or jax.config.jax_platforms or "the default"
         why = str(error).splitlines() or ["the installed jax has no such backend"]
         got = f"{asked}, which does not answer ({why[0]})"
