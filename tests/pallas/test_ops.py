@@ -155,7 +155,15 @@ def test_planted_fault_gradient():
         checks.check(RMS, F32, faulty)
 
 
-def test_planted_fault_unwritten_output(monkeypatch):
+@pytest.fixture
+def untraced():
+    """Kernels are traced anew, and a faulty one is not kept for the tests that follow."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_planted_fault_unwritten_output(untraced, monkeypatch):
     """A kernel that never sends its result off is found."""
     monkeypatch.setattr(tiles.plgpu, "copy_smem_to_gmem", lambda *refs: None)
     with tpjax.use(interpret=True), pytest.raises(AssertionError, match="not finite"):
