@@ -18,7 +18,7 @@ from tpjax.stax_passes.norms import fuse_norm
 
 rsqrt, mean, var = jax.lax.rsqrt, jnp.mean, jnp.var
 N = 8
-I, J = jnp.arange(N)[:, None], jnp.arange(N)[None, :]
+ROW, COL = jnp.arange(N)[:, None], jnp.arange(N)[None, :]
 
 
 def to_int(x: Any) -> Any:
@@ -110,7 +110,7 @@ NOT_ATTENTION = {
     "maximum on the other axis": shifted_by_another_max,
     "scores cast to integers": attend(lambda s: to_int(3 * s)),
     "weights in 8 bits": attend(weights=lambda w: w.astype(jnp.float8_e4m3fn).astype(w.dtype)),
-    "a query that sees no key": attend(lambda s: jnp.where(J < I, s, -1e9)),
+    "a query that sees no key": attend(lambda s: jnp.where(COL < ROW, s, -1e9)),
 }
 
 
@@ -124,10 +124,10 @@ def test_no_attention(name: str) -> None:
 
 
 UNUSUAL = {
-    "bias cast to integers": attend(lambda s: s - (jnp.abs(I - J) * 0.5).astype(jnp.int32)),
+    "bias cast to integers": attend(lambda s: s - (jnp.abs(ROW - COL) * 0.5).astype(jnp.int32)),
     "keys cast to integers": lambda q, k, v: attend()(q, to_int(3 * k), v),
-    "diagonal left out": attend(lambda s: jnp.where((J > I) | (I == N - 1), s, -1e9)),
-    "-1e4 beside scores as large": attend(lambda s: 3000 * s + jnp.where(J <= I, 0.0, -1e4)),
+    "diagonal left out": attend(lambda s: jnp.where((COL > ROW) | (ROW == N - 1), s, -1e9)),
+    "-1e4 beside scores as large": attend(lambda s: 3000 * s + jnp.where(COL <= ROW, 0.0, -1e4)),
 }
 
 

@@ -264,7 +264,7 @@ def _check_tokens(op: str, tokens: Array, max_length: int) -> None:
         raise ValueError(message(op, "tokens", f"1 to {max_length} long", got, remedy))
 
 
-def next_token_loss(model: Decoder, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
+def next_token_loss(model: Decoder, tokens: Int[Array, "B L"]) -> Float[Array, ""]:
     """Returns the mean negative log-likelihood, in nats, of tokens 1..T given those before each."""
     if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
         must, got = "[B, T+1] with B and T at least 1", f"shape {tokens.shape}"
