@@ -15,7 +15,7 @@ from tpjax.__main__ import main
 from tpjax.stax.shapes import parse_shapes
 
 MODULE = """
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, tpjax
 
 def norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
@@ -34,6 +34,8 @@ def branch(x):
 def attend(x):
     scores = jnp.einsum("bthd,bshd->bhts", x, x) / 8
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), x)
+
+compiled = tpjax.compile(norm)
 
 class Holder:
     norm = staticmethod(norm)
@@ -70,6 +72,7 @@ def test_as_a_command(tmp_path: Path) -> None:
     [
         ["cli_model:norm", "--shapes", "f32[4,128] f32[128]"],
         ["cli_model:Holder.norm", "--shapes", "f32[4,128] f32[128]", "--mode", "default"],
+        ["cli_model:compiled", "--shapes", "f32[4,128] f32[128]"],
         ["cli_model:tree", "--example", "cli_model:arguments"],
         ["cli_model:tree"],
     ],

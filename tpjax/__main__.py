@@ -111,7 +111,8 @@ def _explain(options: argparse.Namespace) -> None:
         try:
             if options.platform:
                 stack.enter_context(tpjax.use(platform=options.platform))
-            explained = tpjax.explain(fn, mode=options.mode)
+            compiled = hasattr(fn, "explain") and hasattr(fn, "lower")  # its options are its own
+            explained = fn.explain if compiled else tpjax.explain(fn, mode=options.mode)
         except ValueError as error:
             raise UsageError(str(error)) from error
         try:
