@@ -79,7 +79,8 @@ def test_a_run_says_what_it_is_and_what_came_of_it(
         str(tmp_path / "report.html"), "step_000004",
         f"To go on: python train.py --resume={tmp_path} --steps=8",
     ):  # fmt: skip
-        assert told in re.sub(r" +\n", "\n", out), told
+        # a table folds a long path of a folder wherever it must
+        assert re.sub(r"\s", "", told) in re.sub(r"\s", "", out), told
     assert "MFU" not in out  # the peak of a CPU is not known
     assert "\x1b" not in out
     report = (tmp_path / "report.html").read_text()
