@@ -118,6 +118,10 @@ def jax_nn(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+def jax_nn_full(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
 def in_scan(q, k, v):
     step = jax.checkpoint(lambda q, _: (causal_where(q, k, v), None))
     return jax.lax.scan(step, q, None, length=2)[0]
@@ -142,6 +146,8 @@ FIRE = [
     (vmapped_heads, H, CAUSAL),
     (window, H, {"is_causal": True, "local_window_size": (3, 0)}),
     (jax_nn, 2, CAUSAL),
+    (jax_nn_full, 2, FULL),
+    (jax_nn_full, H, FULL),
     (in_scan, H, CAUSAL),
 ]
 

@@ -120,34 +120,56 @@ class Graph:
         """Follows the value back through converts, broadcasts, reshapes and stopped gradients."""
         return self.peel(value, *MOVES)
 
-    def restores(self, value: int, total: Node, axis: int, *more: str) -> bool:
-        """Returns whether the value is a reduction over `axis`, put back where it was taken.
+    def restores(self, value: int, full: int, total: Node, *more: str) -> int | None:
+        """Returns the axis of `full` over which `value` is the reduction `total`, put back there.
 
-        Casts, added axes of length one, broadcasts and the primitives `more` may stand between;
-        every other axis must come back to its own place, which equal lengths alone do not show.
+        Casts, transposes, added axes of length one, broadcasts and the primitives `more` may stand
+        between; every other axis must come back to its own place, which equal lengths alone do not
+        show. None: `value` is not such a reduction of `full`.
         """
-        place: list[int | None] = list(range(len(self.shape(value))))
-        rest = [i for i in range(len(place)) if i != axis]
-        while value != total.outs[0]:
-            node = self.made_by(value, "convert_element_type", "broadcast_in_dim", "reshape", *more)
+        seats: list[int | None] = list(range(len(self.shape(full))))
+        source = self.peel(total.ins[0], "convert_element_type")
+        while full != source:
+            node = self.made_by(full, "convert_element_type", "transpose")
             if node is None:
-                return False
+                return None
+            seats, full = self._before(node, seats), node.ins[0]
+        axes = tuple(total.eqn.params["axes"])
+        rest = [seat for i, seat in enumerate(seats) if i not in axes]
+        places: list[int | None] = list(range(len(self.shape(value))))
+        names = ("convert_element_type", "transpose", "broadcast_in_dim", "reshape", *more)
+        while value != total.outs[0]:
+            node = self.made_by(value, *names)
+            if node is None:
+                return None
             if node.name == "max":  # with -inf, which is how an empty maximum starts
                 value = next((v for v in node.ins if self.scalar(v) != -np.inf), value)
                 continue
-            if node.name == "broadcast_in_dim":
-                place = [place[i] for i in node.eqn.params["broadcast_dimensions"]]
-            elif node.name == "reshape":
-                source, target = self.shape(node.ins[0]), self.shape(value)
-                long = [p for p, n in zip(place, target, strict=True) if n > 1]
-                if [n for n in source if n > 1] != [n for n in target if n > 1]:
-                    return False
-                place = [long.pop(0) if n > 1 else None for n in source]
-            value = node.ins[0]
+            before = self._before(node, places)
+            if before is None:
+                return None
+            places, value = before, node.ins[0]
         shape = self.shape(value)
-        if len(shape) != len(rest):  # the reduction kept its axis, or took several
-            return False
-        return all(p == r for p, r, n in zip(place, rest, shape, strict=True) if n > 1)
+        if len(axes) != 1 or len(shape) != len(rest):
+            return None
+        if any(p != r for p, r, n in zip(places, rest, shape, strict=True) if n > 1):
+            return None
+        return seats[axes[0]]
+
+    def _before(self, node: Node, places: list[int | None]) -> Any:
+        """Returns what `places` says of the axes of a result, said of the operand's axes."""
+        source, target = self.shape(node.ins[0]), self.shape(node.outs[0])
+        if node.name == "transpose":
+            order = tuple(node.eqn.params["permutation"])
+            return [places[order.index(i)] for i in range(len(order))]
+        if node.name == "broadcast_in_dim":
+            return [places[i] for i in node.eqn.params["broadcast_dimensions"]]
+        if node.name == "reshape":
+            if [n for n in source if n > 1] != [n for n in target if n > 1]:
+                return None
+            long = [p for p, n in zip(places, target, strict=True) if n > 1]
+            return [long.pop(0) if n > 1 else None for n in source]
+        return places
 
     def source(self, value: int) -> str:
         """Returns file:line of the user's code that made the value."""

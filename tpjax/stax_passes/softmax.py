@@ -24,7 +24,7 @@ def softmax_around(graph: Graph, exp: Node) -> "Softmax | None":
     value, inside = exp.outs[0], {exp.outs[0]}
     for total in _sums(graph, value):
         axes = tuple(total.eqn.params["axes"])
-        for divided in _divisions(graph, value, total, axes[0]):
+        for divided in _divisions(graph, value, total):
             if len(axes) != 1 or graph.shape(divided.outs[0]) != graph.shape(value):
                 continue
             scores = _without_max(graph, exp.ins[0], axes[0], inside)
@@ -48,14 +48,14 @@ def _sums(graph: Graph, value: int) -> list[Node]:
     return found
 
 
-def _divisions(graph: Graph, value: int, total: Node, axis: int) -> list[Node]:
+def _divisions(graph: Graph, value: int, total: Node) -> list[Node]:
     """Returns the divisions of the value by its sum."""
     stack, found = [value], []
     while stack:
         for user in graph.users_of(stack.pop()):
             if user.name == "convert_element_type":
                 stack.append(user.outs[0])
-            elif user.name == "div" and graph.restores(user.ins[1], total, axis):
+            elif user.name == "div" and graph.restores(user.ins[1], value, total) is not None:
                 found.append(user)
     return found
 
@@ -66,11 +66,10 @@ def _without_max(graph: Graph, value: int, axis: int, inside: set[int]) -> int:
     if node is None:
         return value
     steps, step = {value}, node.ins[1]
-    while (made := graph.made_by(step, "max", "reduce_max", *MOVES)) is not None:
+    while (made := graph.made_by(step, "max", "reduce_max", "transpose", *MOVES)) is not None:
         steps.add(step)
         if made.name == "reduce_max":
-            back = graph.restores(node.ins[1], made, axis, "max", "stop_gradient")
-            if tuple(made.eqn.params["axes"]) != (axis,) or made.ins[0] != node.ins[0] or not back:
+            if graph.restores(node.ins[1], node.ins[0], made, "max", "stop_gradient") != axis:
                 return value
             inside |= steps
             return node.ins[0]
