@@ -3,7 +3,6 @@
 """Random inputs, the one comparison of arrays that tests use, and a runner for several devices."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpjax.core.operator import parse_spec
+
 ROOT = Path(__file__).resolve().parent.parent
 """The top folder of the source tree."""
 
@@ -21,21 +22,6 @@ WORST_OVER_RMS = 32.0
 
 Rounding errors stay within 6 of their RMS in a million elements; rows of unequal scale need more.
 """
-
-_NAMES = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
-_SPEC = re.compile(r"(bool|(?:bf|f|i|u)\d+)\[((?:\d+(?:,\d+)*)?)\]")
-
-
-def parse_spec(spec: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """Returns dtype and shape of a spec such as "bf16[2,128,4,64]" or "f32[]"."""
-    match = _SPEC.fullmatch(spec.replace(" ", ""))
-    if match is None:
-        raise ValueError(f'inputs: spec must be like "bf16[2,128]"; got {spec!r}.')
-    name, dims = match.groups()
-    if name != "bool":
-        letters = name.rstrip("0123456789")
-        name = _NAMES[letters] + name[len(letters) :]
-    return np.dtype(jnp.dtype(name)), tuple(int(d) for d in dims.split(",") if d)
 
 
 def inputs(spec: str, seed: int) -> jax.Array:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tpjax
-from tests.harness import assert_close, inputs, parse_spec
-from tpjax.core.operator import Op, Sample
+from tests.harness import assert_close, inputs
+from tpjax.core.operator import Op, Sample, parse_spec
 from tpjax.pallas.dispatch import record_choices
 
 

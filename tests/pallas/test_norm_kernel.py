@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 import tpjax
-from tests.harness import assert_close, inputs, parse_spec
+from tests.harness import assert_close, inputs
 from tpjax.core.norms import layer_norm_reference, rms_norm_reference
+from tpjax.core.operator import parse_spec
 from tpjax.pallas import _mgpu, layer_norm, rms_norm
 from tpjax.pallas.norms import config as sizes
 from tpjax.pallas.norms import layer, rms, tiles

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import tpjax
-from tests.harness import parse_spec
 from tests.pallas import op_checks as checks
-from tpjax.core.operator import Implementation, Op, Sample, nbytes
+from tpjax.core.operator import Implementation, Op, Sample, nbytes, parse_spec
 from tpjax.pallas import OPS, rms_norm
 from tpjax.pallas.dispatch import call, record_choices
 from tpjax.pallas.norms import tiles

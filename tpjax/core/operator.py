@@ -7,6 +7,7 @@ and the implementations in order of preference. Dispatch (`tpjax.pallas.dispatch
 `Key`.
 """
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -157,19 +158,28 @@ class Sample:
         return " ".join(map(str, self.arrays)) + options
 
 
-_SHORT = {"bf16": "bfloat16", "f": "float", "i": "int", "u": "uint"}
+_LETTERS = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
+_SPEC = re.compile(r"(bool|(?:bf|f|i|u)\d+)\[((?:\d+(?:,\d+)*)?)\]")
 
 
 def parse_spec(spec: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """Returns dtype and shape of an array spec.
+    """Returns dtype and shape of an array spec, "f32[]" for a scalar.
 
-    >>> parse_spec("bf16[2,128]")
-    (dtype(bfloat16), (2, 128))
+    Raises:
+      ValueError: it is no spec.
+
+    Example:
+      >>> parse_spec("bf16[2,128]")
+      (dtype(bfloat16), (2, 128))
     """
-    name, dims = spec.removesuffix("]").split("[")
-    letters = name.rstrip("0123456789")
-    long = _SHORT.get(name) or _SHORT.get(letters, letters) + name[len(letters) :]
-    return jax.numpy.dtype(long), tuple(int(n) for n in dims.split(",") if n)
+    match = _SPEC.fullmatch(spec.replace(" ", ""))
+    if match is None:
+        raise ValueError(f'inputs: spec must be like "bf16[2,128]"; got {spec!r}.')
+    name, dims = match.groups()
+    if name != "bool":
+        letters = name.rstrip("0123456789")
+        name = _LETTERS[letters] + name[len(letters) :]
+    return jax.numpy.dtype(name), tuple(int(d) for d in dims.split(",") if d)
 
 
 @dataclass(frozen=True)
