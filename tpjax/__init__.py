@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from tpjax.pallas.dispatch import use
     from tpjax.stax.driver import compile, explain
     from tpjax.stax_passes.pipeline import optimize
+    from tpjax.stax_passes.rules import rule
 
-__all__ = ["compile", "explain", "optimize", "use"]
+__all__ = ["compile", "explain", "optimize", "rule", "use"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "compile": "tpjax.stax.driver",
     "explain": "tpjax.stax.driver",
     "optimize": "tpjax.stax_passes.pipeline",
+    "rule": "tpjax.stax_passes.rules",
     "use": "tpjax.pallas.dispatch",
 }
 

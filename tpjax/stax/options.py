@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypedDict
 
 from tpjax.core.errors import did_you_mean, message
+from tpjax.stax_passes.rules import Row, inexact
 
 DEFAULT, EXACT = "default", "exact"
 MODES = (DEFAULT, EXACT)
@@ -18,6 +19,7 @@ class CompileOptions(TypedDict, total=False):
 
     mode: str
     passes: Sequence[Any] | None
+    rules: Sequence[Any]
     strict: bool
     verify: bool
     static_argnums: int | Iterable[int]
@@ -59,6 +61,10 @@ def _are_passes(value: Any) -> bool:
     )
 
 
+def _are_rules(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(r, Row) for r in value)
+
+
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -78,6 +84,13 @@ OPTIONS: tuple[Option, ...] = (
         "a tuple of passes, or None",
         _are_passes,
         "The passes to run, in order; None means those of `mode`. Not together with a mode.",
+    ),
+    Option(
+        "rules",
+        (),
+        "a tuple of rules (tpjax.rule)",
+        _are_rules,
+        "Rules of your own, applied in order before the built-in fusions.",
     ),
     Option(
         "strict",
@@ -140,6 +153,12 @@ def resolve(given: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(
             f"compile: passes and mode={given['mode']!r} exclude each other, as a mode is a "
             "choice of passes. Leave one of them out."
+        )
+    loose = inexact(given.get("rules", ()))
+    if loose is not None and given.get("mode", DEFAULT) == EXACT:
+        raise ValueError(
+            f"compile: mode='exact' keeps every bit, and the rule {loose} is of tier 'close'. Leave "
+            "the mode out, or make the rule with tier='exact' if the bits stay the same."
         )
     return MappingProxyType({option.name: option.default for option in OPTIONS} | dict(given))
 

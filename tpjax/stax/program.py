@@ -24,6 +24,7 @@ from tpjax.stax.options import EXACT, resolve
 from tpjax.stax.static import SameObject, Static, static_of
 from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES, optimize
 from tpjax.stax_passes.report import Report
+from tpjax.stax_passes.rules import with_rules
 
 MAX_ENTRIES = 256
 """Rewritten jaxprs that one compiled function keeps; the least recently traced goes first."""
@@ -91,9 +92,10 @@ class Program:
 
     def passes(self) -> Any:
         """Returns the passes that the options ask for."""
-        if self.options["passes"] is not None:
-            return self.options["passes"]
-        return (CLEAN_UP,) if self.options["mode"] == EXACT else PASSES
+        passes = self.options["passes"]
+        if passes is None:
+            passes = (CLEAN_UP,) if self.options["mode"] == EXACT else PASSES
+        return with_rules(passes, self.options["rules"])
 
     def captured(self, args: tuple[Any, ...], kwargs: Any) -> AbstractContextManager[Capture]:
         """Returns the call as a jaxpr, in a block in which its `finish` may be called."""
@@ -105,8 +107,9 @@ class Program:
     def rewrite(self, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
         """Returns the jaxpr rewritten, and the reports; `strict` raises what others warn of."""
         strict, verify = self.options["strict"], self.options["verify"]
+        passes = self.passes()  # an error in the definition of a rule is the caller's to mend
         try:
-            result = optimize(jaxpr, self.passes(), verify=verify or strict)
+            result = optimize(jaxpr, passes, verify=verify or strict)
         except UnsupportedError:
             raise  # an implementation that was asked for by name
         except Exception as error:
