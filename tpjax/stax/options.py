@@ -157,8 +157,8 @@ def resolve(given: Mapping[str, Any]) -> Mapping[str, Any]:
     loose = inexact(given.get("rules", ()))
     if loose is not None and given.get("mode", DEFAULT) == EXACT:
         raise ValueError(
-            f"compile: mode='exact' keeps every bit, and the rule {loose} is of tier 'close'. Leave "
-            "the mode out, or make the rule with tier='exact' if the bits stay the same."
+            f"compile: mode='exact' keeps every bit, and the rule {loose} is of tier 'close'. "
+            "Leave the mode out, or make the rule with tier='exact' if the bits stay the same."
         )
     return MappingProxyType({option.name: option.default for option in OPTIONS} | dict(given))
 
