@@ -87,7 +87,25 @@ def rewriting_pass(
 
     rewrite.__name__ = name
     rewrite.__doc__ = f"Applies {', '.join(row.name for row in rows)}."
+    rewrite.rows = rows  # pyright: ignore[reportFunctionMemberAccess]
     return rewrite
+
+
+def rows_of(run: Callable[..., Any]) -> tuple[Any, ...]:
+    """Returns the rows of a pass that `rewriting_pass` made; of any other pass, none."""
+    return getattr(run, "rows", ())
+
+
+def find_matches(graph: Graph, rows: tuple[Any, ...]) -> dict[int, tuple[Any, Match]]:
+    """Returns what the rows match in the graph, by root value: the row and its match."""
+    return _find(graph, rows, _Log())
+
+
+def replacement_of(graph: Graph, match: Match, operands: list[Any]) -> tuple[Any, list[Choice]]:
+    """Returns the value that stands for the match's root, and dispatch's choices in it."""
+    node = graph.node_of(match.root)
+    assert node is not None, "a root is made by a node"
+    return _replace(graph, node, match, operands)
 
 
 def _rewrite(
