@@ -71,6 +71,22 @@ def bind(eqn: Equation, *invals: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def traced_at(eqn: Equation, fn: Any, avals: Any) -> Jaxpr:
+    """Traces `fn` at the types as if it were written where `eqn` was; for `run_at`."""
+
+    def written_there(*args: Any) -> Any:
+        with _source.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+            return fn(*args)
+
+    return jax.make_jaxpr(written_there)(*avals)
+
+
+def run_at(eqn: Equation, jaxpr: Jaxpr, *args: Any) -> list[Any]:
+    """Evaluates the jaxpr as if its equations were written where `eqn` was, in its contexts."""
+    with as_written_at(eqn):
+        return list(_core.eval_jaxpr(jaxpr, jaxpr.consts, *args, propagate_source_info=False))
+
+
 @contextmanager
 def inside(eqn: Equation):
     """Traces what stands in the block as part of the equation's body: on a shard_map's axes."""

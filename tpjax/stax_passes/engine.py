@@ -9,10 +9,13 @@ replacements in place, each as if written where the user wrote what it replaces.
 equation by hand.
 """
 
+import inspect
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax import lax
@@ -22,20 +25,9 @@ from tpjax.core.errors import UnsupportedError
 from tpjax.core.operator import Choice
 from tpjax.pallas.dispatch import record_choices
 from tpjax.stax_passes.graph import Graph, Node, build, live, units
+from tpjax.stax_passes.match import Match
 from tpjax.stax_passes.report import Hit, NearMiss, Report, Tier
-
-
-@dataclass(frozen=True)
-class Match:
-    """A found pattern: the value to replace, what it is made from, and the values that vanish."""
-
-    root: int
-    operands: tuple[int, ...]
-    build: Callable[..., Any]
-    """Takes the operands' arrays, returns the root's value."""
-    interior: frozenset[int]
-    """Values that only the pattern needs; used elsewhere, they make the match a near miss."""
-    op: str | None = None
+from tpjax.stax_passes.transfer import MAX_ATTEMPTS, Attempt, NotAlike, questions, transferred
 
 
 @dataclass(frozen=True)
@@ -54,18 +46,30 @@ class Recogniser:
     """What may differ from the original numbers, in words; a test holds it."""
 
 
-class _RowFailed(Exception):
-    """A row's replacement raised: the original equations stay in its place."""
-
-    def __init__(self, root: int) -> None:
-        super().__init__(root)
-        self.root = root
-
-
 @dataclass
 class _Log:
     hits: list[Hit] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A replacement, traced at the types of its operands, and dispatch's choices on the way."""
+
+    match: Match
+    jaxpr: _jax.Jaxpr
+    choices: tuple[Choice, ...]
+
+
+@dataclass
+class _Run:
+    """One run of a pass: what it logs, and what it need not do twice."""
+
+    rows: tuple[Any, ...]
+    log: _Log = field(default_factory=_Log)
+    bodies: dict[int, tuple[_jax.Jaxpr, _jax.Jaxpr]] = field(default_factory=dict)
+    """By id, the levels that were rewritten, so that a repeated layer is read once."""
+    built: dict[Any, Built] = field(default_factory=dict)
 
 
 def rewriting_pass(
@@ -79,9 +83,11 @@ def rewriting_pass(
     """
 
     def rewrite(jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Report]:
-        log = _Log()
+        run = _Run(rows)
         before = _jax.count_equations(jaxpr)
-        result = _rewrite(jaxpr, rows, log, {})
+        result = _rewrite(jaxpr, run)
+        log = run.log
+        log.near_misses.extend(filter(None, map(_untraceable, rows)))
         after = _jax.count_equations(result) if log.hits else before
         return result, Report(name, tuple(log.hits), tuple(log.near_misses), before, after)
 
@@ -96,54 +102,45 @@ def rows_of(run: Callable[..., Any]) -> tuple[Any, ...]:
     return getattr(run, "rows", ())
 
 
-def find_matches(graph: Graph, rows: tuple[Any, ...]) -> dict[int, tuple[Any, Match]]:
-    """Returns what the rows match in the graph, by root value: the row and its match."""
-    return _find(graph, rows, _Log())
+def replacements(graph: Graph, rows: tuple[Any, ...]) -> dict[int, tuple[Any, "Built"]]:
+    """Returns what the rows put in the graph, by the value that it stands for."""
+    run = _Run(rows)
+    return _build_all(graph, _find(graph, run), run)
 
 
-def replacement_of(graph: Graph, match: Match, operands: list[Any]) -> tuple[Any, list[Choice]]:
-    """Returns the value that stands for the match's root, and dispatch's choices in it."""
-    node = graph.node_of(match.root)
-    assert node is not None, "a root is made by a node"
-    return _replace(graph, node, match, operands)
-
-
-def _rewrite(
-    jaxpr: _jax.Jaxpr, rows: tuple[Any, ...], log: _Log, done: dict[int, Any]
-) -> _jax.Jaxpr:
-    """Returns the level rewritten; `done` keeps each body, so a repeated layer is read once."""
-    if id(jaxpr) in done:
-        return done[id(jaxpr)][1]
+def _rewrite(jaxpr: _jax.Jaxpr, run: _Run) -> _jax.Jaxpr:
+    """Returns the level rewritten, bodies first."""
+    if id(jaxpr) in run.bodies:
+        return run.bodies[id(jaxpr)][1]
     graph = build(jaxpr)
-    matches = _find(graph, rows, log)
+    matches = _find(graph, run)
     bodies: dict[int, _jax.Equation] = {}
     for index, node in enumerate(graph.nodes):
         inner = _jax.subjaxprs(node.eqn)
+        if not inner:
+            continue
         with _jax.inside(node.eqn):
-            new = [_rewrite(body, rows, log, done) for body in inner]
+            new = [_rewrite(body, run) for body in inner]
         if any(a is not b for a, b in zip(inner, new, strict=True)):
             bodies[index] = _jax.with_subjaxprs(node.eqn, new)
-    result = jaxpr
-    while matches or bodies:
-        try:
-            result = _emit(jaxpr, graph, matches, bodies, log)
-            break
-        except _RowFailed as failure:
-            row, match = matches.pop(failure.root)
-            log.near_misses.append(_failed(graph, row, match, failure))
-    done[id(jaxpr)] = (jaxpr, result)
+    built = _build_all(graph, matches, run)
+    result = _emit(jaxpr, graph, built, bodies, run.log) if built or bodies else jaxpr
+    run.bodies[id(jaxpr)] = (jaxpr, result)
     return result
 
 
-def _find(graph: Graph, rows: tuple[Any, ...], log: _Log) -> dict[int, tuple[Any, Match]]:
+def _find(graph: Graph, run: _Run) -> dict[int, tuple[Any, Match]]:
     """Returns the matches by root value; what almost matched goes to the log."""
     found: dict[int, tuple[Any, Match]] = {}
     taken: set[int] = set()
-    for row in rows:
+    for row in run.rows:
+        if hasattr(row, "prepare"):
+            row.prepare(graph)
+        attempts: dict[Any, list[Attempt]] = {}
         for node in graph.nodes:
             if node.name not in row.anchor:
                 continue
-            match = row.extract(graph, node)
+            match = _look(row, graph, node, attempts)
             if match is None:
                 continue
             if isinstance(match, Match):
@@ -155,8 +152,25 @@ def _find(graph: Graph, rows: tuple[Any, ...], log: _Log) -> dict[int, tuple[Any
                     taken |= match.interior | {match.root}
                     continue
                 match = leak
-            log.near_misses.append(NearMiss(row.name, _jax.source_of(node.eqn), match))
+            run.log.near_misses.append(NearMiss(row.name, _jax.source_of(node.eqn), match))
     return found
+
+
+def _look(
+    row: Any, graph: Graph, node: Node, attempts: dict[Any, list[Attempt]]
+) -> "Match | str | None":
+    """Returns what the row finds at the node, carried over from a place alike if there is one."""
+    types = tuple(graph.avals[v] for v in (*node.ins, *node.outs))
+    alike = attempts.setdefault((node.eqn.primitive, types), [])
+    for attempt in alike[: -MAX_ATTEMPTS - 1 : -1]:
+        try:
+            return transferred(graph, attempt, node)
+        except NotAlike:
+            continue
+    with graph.watched() as reads:
+        finding = row.extract(graph, node)
+    alike.append(Attempt(node, questions(reads), finding))
+    return finding
 
 
 def _used_elsewhere(graph: Graph, match: Match) -> str | None:
@@ -180,26 +194,110 @@ def also_used(graph: Graph, value: int, user: Node) -> str:
     )
 
 
-def _failed(graph: Graph, row: Any, match: Match, failure: _RowFailed) -> NearMiss:
-    """Returns the near miss of a row that raised, and warns once of it."""
-    cause = failure.__cause__
+def _build_all(
+    graph: Graph, matches: dict[int, tuple[Any, Match]], run: _Run
+) -> dict[int, tuple[Any, Built]]:
+    """Returns the replacements of the matches; where one fails the original equations stay."""
+    result: dict[int, tuple[Any, Built]] = {}
+    for root, (row, match) in matches.items():
+        try:
+            result[root] = row, _build(graph, match, run)
+        except UnsupportedError:
+            raise  # an implementation that was asked for by name: the caller must know
+        except Exception as cause:
+            run.log.near_misses.append(_failed(graph, row, match, cause))
+    return result
+
+
+def _build(graph: Graph, match: Match, run: _Run) -> Built:
+    """Returns the replacement as a jaxpr of the root's type, made once for equal matches."""
+    node = graph.node_of(match.root)
+    assert node is not None
+    avals = tuple(graph.avals[v] for v in match.operands)
+    aval = graph.avals[match.root]
+    key = id(match.build), avals, aval, node.eqn.ctx
+    if key not in run.built or run.built[key].match.build is not match.build:
+        with record_choices() as choices:
+            jaxpr = _jax.traced_at(node.eqn, lambda *x: _of_type(aval, match, x), avals)
+        if jaxpr.effects:
+            raise ValueError(f"the replacement has side effects: {jaxpr.effects}")
+        run.built[key] = Built(match, jaxpr, tuple(choices))
+    built = run.built[key]
+    return Built(match, built.jaxpr, built.choices)
+
+
+def _of_type(aval: Any, match: Match, operands: tuple[Any, ...]) -> Any:
+    """Returns the replacement's value, brought to the type that stood there."""
+    value = match.build(*operands)
+    if not jax.tree_util.all_leaves([value]) or value is None:
+        raise TypeError(f"the replacement returns a {type(value).__name__}; the original an array")
+    got = jax.typeof(value)
+    if got.shape != aval.shape:
+        raise ValueError(f"the replacement has shape {got.shape}; the original {aval.shape}")
+    if got.dtype != aval.dtype and not match.casts:
+        raise ValueError(f"the replacement has dtype {got.dtype}; the original {aval.dtype}")
+    if got.dtype != aval.dtype or got.weak_type != aval.weak_type:
+        value = lax.convert_element_type_p.bind(
+            value, new_dtype=aval.dtype, weak_type=bool(aval.weak_type), sharding=None
+        )
+    return value
+
+
+def _failed(graph: Graph, row: Any, match: Match, cause: Exception) -> NearMiss:
+    """Returns the near miss of a row whose replacement cannot be used, and warns once of it."""
+    node = graph.node_of(match.root)
+    assert node is not None
     reason = f"the rule raised {type(cause).__name__}: {cause}"
     source = graph.source(match.root)
-    warnings.warn(f"{row.name}: {reason} ({source}). The original code runs.", stacklevel=2)
+    _warn_once(
+        row, (node.name, source), f"{row.name}: {reason} (in place of {node.name}, {source})"
+    )
     return NearMiss(row.name, source, reason, failed=True)
+
+
+def _untraceable(row: Any) -> NearMiss | None:
+    """Returns the near miss of a rule whose pattern raises everywhere, and warns once of it."""
+    malformed, error = getattr(row, "malformed", None), getattr(row, "error", None)
+    if malformed is None and (error is None or row.was_traced):
+        return None
+    reason = malformed or (
+        f"its pattern raised {type(error).__name__} at all types it was tried with: {error}"
+    )
+    source = _line_of(row.pattern)
+    _warn_once(row, (source,), f"{row.name}: {reason} ({source})")
+    return NearMiss(row.name, source, reason, failed=True)
+
+
+def _line_of(fn: Any) -> str:
+    """Returns "file:line" of where a function is written, or its name."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if code is None:
+        return getattr(fn, "__name__", type(fn).__name__)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+_warned: "WeakKeyDictionary[Any, set[Any]]" = WeakKeyDictionary()
+
+
+def _warn_once(row: Any, place: tuple[str, ...], text: str) -> None:
+    """Warns that a row failed at a place: once, however often the place is traced."""
+    places = _warned.setdefault(row, set())
+    if place not in places:
+        places.add(place)
+        warnings.warn(f"{text}. The original code runs.", stacklevel=2)
 
 
 def _emit(
     jaxpr: _jax.Jaxpr,
     graph: Graph,
-    matches: dict[int, tuple[Any, Match]],
+    matches: dict[int, tuple[Any, Built]],
     bodies: dict[int, _jax.Equation],
     log: _Log,
 ) -> _jax.Jaxpr:
     """Returns the level re-traced with the matches replaced and the new bodies in place."""
-    operands = {root: match.operands for root, (_, match) in matches.items()}
+    operands = {root: built.match.operands for root, (_, built) in matches.items()}
     read = {value for match in operands.values() for value in match}
-    interior = {value for _, match in matches.values() for value in match.interior}
+    interior = {value for _, built in matches.values() for value in built.match.interior}
     touched = {graph.producer[v] for v in (*interior, *operands) if v in graph.producer}
     order = live(graph, list(units(graph, touched | set(bodies), read)), operands)
     swapped = {id(graph.nodes[index]): eqn for index, eqn in bodies.items()}
@@ -210,18 +308,12 @@ def _emit(
         env = dict(graph.known)
         env.update(zip(graph.inputs, args, strict=True))
         for node in order:
-            root = node.outs[0] if node.outs else None
-            if root in matches:
-                row, match = matches[root]
-                values = [env[i] for i in match.operands]
-                try:
-                    value, choices = _replace(graph, node, match, values)
-                except UnsupportedError:
-                    raise  # an implementation that was asked for by name: the caller must know
-                except Exception as cause:
-                    raise _RowFailed(root) from cause
-                env[root] = value
-                hits.append(Hit(row.name, _jax.source_of(node.eqn), match.op, tuple(choices)))
+            root = next((value for value in node.outs if value in matches), None)
+            if root is not None:
+                row, built = matches[root]
+                values = [env[i] for i in built.match.operands]
+                (env[root],) = _jax.run_at(node.eqn, built.jaxpr, *values)
+                hits.append(Hit(row.name, _jax.source_of(node.eqn), built.match.op, built.choices))
             else:
                 eqn = swapped.get(id(node), node.eqn)
                 env.update(zip(node.outs, _jax.bind(eqn, *(env[i] for i in node.ins)), strict=True))
@@ -230,19 +322,3 @@ def _emit(
     result = _jax.retrace(run, jaxpr)
     log.hits.extend(hits)
     return result
-
-
-def _replace(
-    graph: Graph, node: Node, match: Match, operands: list[Any]
-) -> tuple[Any, list[Choice]]:
-    """Returns the replacement's value, cast to the aval it must have, and dispatch's choices."""
-    aval = graph.avals[match.root]
-    with _jax.as_written_at(node.eqn), record_choices() as choices:
-        value = match.build(*operands)
-        if value.shape != aval.shape:
-            raise ValueError(f"the replacement has shape {value.shape}; the original {aval.shape}")
-        if value.dtype != aval.dtype or jax.typeof(value).weak_type != aval.weak_type:
-            value = lax.convert_element_type_p.bind(
-                value, new_dtype=aval.dtype, weak_type=bool(aval.weak_type), sharding=None
-            )
-    return value, choices

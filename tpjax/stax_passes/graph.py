@@ -7,8 +7,9 @@ does not end at their border; the ones that no rewrite touched are emitted as th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,6 +74,15 @@ class Call:
     stop: int = 0
 
 
+class Read(NamedTuple):
+    """One question to a graph, and its answer: what `tpjax.stax_passes.transfer` asks again."""
+
+    what: str
+    value: int
+    names: tuple[str, ...]
+    answer: Any
+
+
 @dataclass
 class Graph:
     """The equations of one jaxpr level in order, with values numbered."""
@@ -87,16 +97,36 @@ class Graph:
     producer: dict[int, int] = field(default_factory=dict)
     users: dict[int, list[int]] = field(default_factory=dict)
     _folded: dict[int, Any] = field(default_factory=dict)
+    _reads: list[Read] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Read]]:
+        """Collects what the block asks of the graph, in order."""
+        self._reads, before = [], self._reads
+        try:
+            yield self._reads
+        finally:
+            self._reads = before
+
+    def _note(self, what: str, value: int, answer: Any, names: tuple[str, ...] = ()) -> None:
+        if self._reads is not None:
+            self._reads.append(Read(what, value, names, answer))
 
     def node_of(self, value: int) -> Node | None:
         """Returns the node that makes the value, or None for an input or a constant."""
         index = self.producer.get(value)
-        return None if index is None else self.nodes[index]
+        node = None if index is None else self.nodes[index]
+        self._note("node", value, node)
+        return node
 
     def made_by(self, value: int, *names: str) -> Node | None:
         """Returns the node that makes the value if its primitive is one of `names`."""
-        node = self.node_of(value)
-        return node if node is not None and node.name in names else None
+        index = self.producer.get(value)
+        node = None if index is None else self.nodes[index]
+        if node is not None and node.name not in names:
+            node = None
+        self._note("made_by", value, node, names)
+        return node
 
     def shape(self, value: int) -> tuple[int, ...]:
         """Returns the value's shape."""
@@ -178,10 +208,11 @@ class Graph:
 
     def constant(self, value: int, depth: int = MAX_KNOWN_DEPTH) -> np.ndarray | None:
         """Returns the value's numbers if it is a scalar or vector that depends on no input."""
-        if value in self._folded:
-            return self._folded[value]
-        result = self._constant(value, depth)
-        self._folded[value] = result
+        if value not in self._folded:
+            with self.watched():  # the answer is noted, not the way to it
+                self._folded[value] = self._constant(value, depth)
+        result = self._folded[value]
+        self._note("constant", value, result)
         return result
 
     def _constant(self, value: int, depth: int) -> np.ndarray | None:
@@ -224,7 +255,9 @@ class Graph:
 
     def users_of(self, value: int) -> list[Node]:
         """Returns the nodes that read the value."""
-        return [self.nodes[i] for i in self.users.get(value, ())]
+        nodes = [self.nodes[i] for i in self.users.get(value, ())]
+        self._note("users", value, nodes)
+        return nodes
 
     def index(self, node: Node) -> int:
         """Returns the node's place in the order of evaluation."""
@@ -232,7 +265,9 @@ class Graph:
 
     def is_output(self, value: int) -> bool:
         """Returns whether the jaxpr returns the value."""
-        return value in self.outputs
+        answer = value in self.outputs
+        self._note("output", value, answer)
+        return answer
 
 
 def is_pure(node: Node) -> bool:
@@ -327,6 +362,6 @@ def live(graph: Graph, order: list[Node], operands: Mapping[int, Iterable[int]])
     for node in reversed(order):
         if node.eqn.effects or any(value in needed for value in node.outs):
             kept.append(node)
-            replaced = node.outs and node.outs[0] in operands
-            needed.update(operands[node.outs[0]] if replaced else node.ins)
+            replaced = next((value for value in node.outs if value in operands), None)
+            needed.update(node.ins if replaced is None else operands[replaced])
     return kept[::-1]

@@ -1,29 +1,48 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rules whose pattern is an ordinary JAX function: traced at the candidate's shapes, then unified.
+"""Rules whose pattern is an ordinary JAX function: traced at the candidate's types, then unified.
 
 No pattern language: `Rule("relu", lambda x: jnp.maximum(x, 0), jax.nn.relu)`. A pattern argument
 stands for any value; a numeric literal of the pattern must be met by an equal constant.
+
+What a pattern looks like is learnt by tracing it at a few made-up types (`Rule.prepare`). That
+gives the primitives that may end it, and, met loosely with a candidate, the values that its
+arguments may be. It is then traced at the types of these, once for each combination, and unified.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpjax.core import _jax
-from tpjax.stax_passes.engine import Match
-from tpjax.stax_passes.graph import Graph, Node, build
+from tpjax.stax_passes.canonical import canonicalise
+from tpjax.stax_passes.dead import drop_dead_code
+from tpjax.stax_passes.fold import fold_constants
+from tpjax.stax_passes.graph import Graph, Node
+from tpjax.stax_passes.match import Match
+from tpjax.stax_passes.patterns import Pattern, unify
 from tpjax.stax_passes.report import Tier
+from tpjax.stax_passes.share import share_subexpressions
 
-COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
-MAX_ASSIGNMENTS = 512
-"""Assignments of shapes to a pattern's arguments that are tried at one candidate."""
-NAMES_ONLY = frozenset({"sharding", "out_sharding", "name"})
-"""Parameters in which two equations may differ and compute the same."""
+SIZE = 8
+"""Length of every axis of a made-up type."""
+RANKS = (2, 3, 1, 4, 0, 5)
+CHECKED = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.bool_)))
+MAX_PROBES = 96
+"""Made-up or borrowed types at which a pattern that raises is tried before it is given up."""
+MAX_TYPES = 16
+"""Combinations of types at which a pattern is traced at one candidate."""
+
+
+class _MalformedError(Exception):
+    """What the pattern returns makes it no pattern, at whatever types."""
 
 
 @dataclass(eq=False)
@@ -41,12 +60,32 @@ class Rule:
     contract: str = "as the author of the rule states"
     op: str | None = None
     num_args: int | None = None
-    _traced: dict[Any, "Graph | None"] = field(default_factory=dict, repr=False)
+    error: Exception | None = None
+    """What the pattern raised when it was last traced in vain."""
+    _reason: str | None = field(default=None, repr=False)
+    _looks: list[Pattern] = field(default_factory=list, repr=False)
+    _ends: set[str] = field(default_factory=set, repr=False)
+    _keys: set[Any] = field(default_factory=set, repr=False)
+    _kinds: list[Any] = field(default_factory=list, repr=False)
+    _base: Any = field(default=None, repr=False)
+    _probes: int = field(default=0, repr=False)
+    _traced: dict[Any, tuple[Pattern, ...]] = field(default_factory=dict, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     @property
-    def anchor(self) -> "_Anything":
-        """Every primitive may end a pattern; which do is known once it is traced."""
-        return _Anything()
+    def anchor(self) -> set[str]:
+        """The primitives that may end the pattern, as far as it has been traced."""
+        return self._ends
+
+    @property
+    def was_traced(self) -> bool:
+        """Whether the pattern could be traced at some types."""
+        return bool(self._looks)
+
+    @property
+    def malformed(self) -> str | None:
+        """Why the pattern can match nothing, if it is so at all types it was traced at."""
+        return None if self._looks else self._reason
 
     def arity(self) -> int:
         """Returns how many arguments the pattern takes."""
@@ -54,109 +93,207 @@ class Rule:
             return self.num_args
         return self.pattern.__code__.co_argcount
 
-    def extract(self, graph: Graph, node: Node) -> "Match | None":
-        """Returns the match that ends at the node, or None."""
-        if len(node.outs) != 1 or not hasattr(graph.avals[node.outs[0]], "shape"):
-            return None
-        for avals in self._assignments(graph, node):
-            pattern = self._trace(avals)
-            if pattern is None or pattern.producer.get(pattern.outputs[0]) is None:
-                continue
-            bound: dict[int, int] = {}
-            inside: set[int] = set()
-            if _unify(pattern, pattern.outputs[0], graph, node.outs[0], bound, inside):
-                return self._match(pattern, node.outs[0], bound, inside)
+    def prepare(self, graph: Graph) -> None:
+        """Learns what the pattern looks like, for the kinds of dtypes that the graph has."""
+        with self._lock:
+            kinds = {_kind(aval) for aval in graph.avals} - {None, *self._kinds}
+            if kinds or not self._looks:
+                # floats first: most patterns are of floats, and the order must not depend on a hash
+                self._kinds += sorted(kinds, key=lambda k: (k != jnp.float32, str(k)))
+                self._probe(graph)
+
+    def check(self) -> None:
+        """Raises `ValueError` if the pattern is seen to be none: it is its argument, say."""
+        with self._lock:
+            if not self._probes:
+                self._first([(dtype,) * self.arity() for dtype in CHECKED], RANKS[:3])
+            if self.malformed is not None:
+                raise ValueError(f"rule: {self.name} {self.malformed}.")
+
+    def extract(self, graph: Graph, node: Node) -> "Match | str | None":
+        """Returns the match whose last computation is the node, or why not, or None."""
+        tried: set[Any] = set()
+        index = 0
+        while index < len(self._looks):  # it may grow: types can change what a pattern looks like
+            look = self._looks[index]
+            index += 1
+            for values in _combinations(look, graph, node):
+                avals = tuple(graph.avals[v] for v in values)
+                if avals in tried:
+                    continue
+                if len(tried) >= MAX_TYPES:
+                    return None
+                tried.add(avals)
+                for pattern in self._trace(avals):
+                    for root in pattern.roots(graph, node):
+                        bound = unify(pattern, graph, root)
+                        if bound is not None:
+                            return self._match(pattern, graph, root, bound)
         return None
 
     def _match(
-        self, pattern: Graph, root: int, bound: dict[int, int], inside: set[int]
-    ) -> "Match | None":
-        if any(value not in bound for value in pattern.inputs):
-            return None
-        operands = tuple(bound[value] for value in pattern.inputs)
-        interior = frozenset(inside - {root} - set(operands))
-        return Match(root, operands, self.replacement, interior, self.op)
+        self, pattern: Pattern, graph: Graph, root: int, bound: dict[int, int]
+    ) -> "Match | str":
+        operands = tuple(bound[value] for value in pattern.arguments)
+        interior = frozenset(bound.values()) - {root, *operands}
+        node = graph.node_of(root)
+        assert node is not None
+        for other in node.outs:
+            if other != root and (graph.users_of(other) or graph.is_output(other)):
+                return "the pattern ends in an equation with another result that is used too"
+        return Match(root, operands, self.replacement, interior, self.op, casts=False)
 
-    def _assignments(self, graph: Graph, node: Node) -> Iterator[tuple[Any, ...]]:
-        """Yields shapes and dtypes for the arguments: those of the values around the candidate."""
-        around: dict[tuple[Any, ...], Any] = {}
-        layer = [node]
-        for _ in range(_depth(self, graph, node)):
-            below: list[Node] = []
-            for one in layer:
-                for value in one.ins:
-                    aval = graph.avals[value]
-                    if hasattr(aval, "shape"):
-                        around.setdefault((aval.shape, aval.dtype, bool(aval.weak_type)), aval)
-                    made = graph.node_of(value)
-                    if made is not None:
-                        below.append(made)
-            layer = below[:64]
-        tries = itertools.product(around.values(), repeat=self.arity())
-        yield from itertools.islice(tries, MAX_ASSIGNMENTS)
+    def _probe(self, graph: Graph) -> None:
+        """Traces the pattern at made-up types, or at types of the graph where it raises at all."""
+        count, dtypes = self.arity(), list(_dtype_choices(self._kinds, self.arity()))
+        self._base = self._base or self._first(dtypes, RANKS) or self._of_mixed_ranks(dtypes)
+        if self._base is not None:
+            for one in dtypes:
+                self._trace(_made_up(one, self._base[1]))
+            for rank in RANKS:
+                self._trace(_made_up(self._base[0], (rank,) * count))
+        if self._looks:
+            return
+        types = list(dict.fromkeys(a for a in graph.avals if _kind(a) is not None))
+        budget = self._probes + MAX_PROBES
+        for avals in itertools.product(types, repeat=count):
+            if self._trace(avals) or self._probes >= budget:
+                return
 
-    def _trace(self, avals: tuple[Any, ...]) -> "Graph | None":
-        key = tuple((a.shape, a.dtype, bool(a.weak_type)) for a in avals)
-        if key not in self._traced:
-            try:
-                traced = jax.make_jaxpr(self.pattern)(*avals)
-                graph = build(traced)
-                self._traced[key] = graph if len(graph.outputs) == 1 else None
-            except Exception:  # any error: the pattern cannot be called with these shapes
-                self._traced[key] = None
-        return self._traced[key]
+    def _first(self, dtypes: list[Any], ranks: tuple[int, ...]) -> Any:
+        """Returns the first of the dtypes and ranks, alike for all arguments, that trace."""
+        for rank, one in itertools.product(ranks, dtypes):
+            alike = (rank,) * self.arity()
+            if self._probes < MAX_PROBES and self._trace(_made_up(one, alike)):
+                return one, alike
+        return None
 
+    def _of_mixed_ranks(self, dtypes: list[Any]) -> Any:
+        mixed = itertools.product(sorted(RANKS[:5], reverse=True), repeat=self.arity())
+        for ranks, one in itertools.product(itertools.islice(mixed, 64), dtypes):
+            if self._probes < MAX_PROBES and self._trace(_made_up(one, ranks)):
+                return one, ranks
+        return None
 
-class _Anything:
-    def __contains__(self, name: object) -> bool:
-        return True
+    def _trace(self, avals: tuple[Any, ...]) -> tuple[Pattern, ...]:
+        """Returns the pattern at these types: as written, and as the exact passes leave it."""
+        key = avals, _jax.trace_context()
+        with self._lock:
+            if key not in self._traced:
+                self._traced[key] = self._trace_anew(avals)
+                for pattern in self._traced[key]:
+                    look = pattern.key()
+                    if look not in self._keys:
+                        self._keys.add(look)
+                        self._looks.append(pattern)
+                        self._ends.add(pattern.ends)
+            return self._traced[key]
 
+    def _trace_anew(self, avals: tuple[Any, ...]) -> tuple[Pattern, ...]:
+        self._probes += 1
+        try:
+            # in a context of its own: what a pattern calls is nobody's call to record
+            jaxpr = Context().run(jax.make_jaxpr(self._one_result), *avals)
+            pattern = Pattern(jaxpr)
+            _demand_pattern(pattern, jaxpr)
+        except _MalformedError as reason:
+            self._reason = str(reason)
+            return ()
+        except Exception as error:  # any error: the pattern cannot be called with these types
+            self.error = error
+            return ()
+        clean = _cleaned(jaxpr)
+        cleaned = Pattern(clean)
+        try:
+            _demand_pattern(cleaned, clean)
+        except _MalformedError:
+            return (pattern,)
+        return (pattern,) if clean is jaxpr else (cleaned, pattern)
 
-def _depth(rule: Rule, graph: Graph, node: Node) -> int:
-    """Returns how many equations back the arguments can lie: the pattern's own length."""
-    traced = [g for g in rule._traced.values() if g is not None]
-    return min(max((len(g.nodes) for g in traced), default=8), 16)
-
-
-def _unify(
-    pattern: Graph, p: int, graph: Graph, g: int, bound: dict[int, int], inside: set[int]
-) -> bool:
-    """Whether the value `g` is an instance of the pattern's `p`; binds arguments on the way."""
-    if p in pattern.inputs:
-        a, b = pattern.avals[p], graph.avals[g]
-        if getattr(b, "shape", None) != a.shape or b.dtype != a.dtype:
-            return False
-        return bound.setdefault(p, g) == g
-    constant = pattern.constant(p)
-    if constant is not None:
-        other = graph.constant(g)
-        return (
-            other is not None and other.shape == constant.shape and other.dtype == constant.dtype
-            and np.array_equal(other, constant)
-        )  # fmt: skip
-    a, b = pattern.node_of(p), graph.node_of(g)
-    if a is None or b is None or a.eqn.primitive is not b.eqn.primitive or not _same_params(a, b):
-        return False
-    orders = [b.ins, b.ins[::-1]] if a.name in COMMUTATIVE else [b.ins]
-    for ins in orders:
-        trial, values = dict(bound), set(inside)
-        pairs = zip(a.ins, ins, strict=True)
-        if all(_unify(pattern, i, graph, j, trial, values) for i, j in pairs):
-            bound.update(trial)
-            inside |= values | {g}
-            return True
-    return False
-
-
-def _same_params(a: Node, b: Node) -> bool:
-    p, q = a.eqn.params, b.eqn.params
-    if _jax.subjaxprs(a.eqn) or set(p) != set(q):
-        return False
-    return all(_same(p[k], q[k]) for k in p if k not in NAMES_ONLY)
+    def _one_result(self, *args: Any) -> Any:
+        result = self.pattern(*args)
+        if not jax.tree_util.all_leaves([result]) or result is None:
+            kind = type(result).__name__
+            raise _MalformedError(f"has a pattern that returns a {kind}; it must return one array")
+        return result
 
 
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # arrays and foreign objects without a plain equality are not equal
-        return a is b
+def _combinations(look: Pattern, graph: Graph, node: Node) -> Iterator[tuple[int, ...]]:
+    """Yields values that the arguments may be: those that leave most to the pattern first."""
+    for chains in itertools.islice(look.guesses(graph, node), MAX_TYPES):
+        deepest = [chain[::-1] for chain in chains]
+        yield from itertools.islice(itertools.product(*deepest), MAX_TYPES)
+
+
+def _demand_pattern(pattern: Pattern, jaxpr: _jax.Jaxpr) -> None:
+    """Raises, in words that follow the rule's name, if this can match nothing sensibly."""
+    if pattern.root in pattern.arguments:
+        raise _MalformedError("has a pattern that is its own argument: it would match every value")
+    if pattern.root not in pattern.varying:
+        raise _MalformedError("has a pattern that is a constant")
+    if jaxpr.effects:
+        raise _MalformedError("has a pattern with side effects, which no replacement may drop")
+    read, stack = set[int](), [pattern.root]
+    while stack:
+        value = stack.pop()
+        node = pattern.graph.node_of(value)
+        if value not in read and node is not None:
+            stack.extend(node.ins)
+        read.add(value)
+    unused = [i for i, value in enumerate(pattern.arguments) if value not in read]
+    if unused:
+        which = f"argument {unused[0] + 1} of its pattern"
+        raise _MalformedError(f"cannot know {which}: the pattern's result does not depend on it")
+
+
+def _cleaned(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Returns the jaxpr in the form in which the exact passes leave a program."""
+    for run in (canonicalise, fold_constants, share_subexpressions, drop_dead_code) * 2:
+        jaxpr, _ = run(jaxpr)
+    return jaxpr
+
+
+def _kind(aval: Any) -> Any:
+    """Returns the dtype that stands for its like among made-up types, or None."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or not hasattr(aval, "shape"):
+        return None
+    if _is_key(dtype):
+        return dtype
+    for kind, like in KINDS:
+        if jnp.issubdtype(dtype, kind):
+            return like
+    return None
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+KINDS = tuple(
+    (kind, jnp.dtype(like))
+    for kind, like in (
+        (jnp.floating, jnp.float32),
+        (jnp.bool_, jnp.bool_),
+        (jnp.integer, jnp.int32),
+        (jnp.complexfloating, jnp.complex64),
+    )
+)
+
+
+def _dtype_choices(kinds: list[Any], count: int) -> Iterable[tuple[Any, ...]]:
+    """Yields dtypes for the arguments: all of one kind, then one of another."""
+    yield from ((kind,) * count for kind in kinds)
+    pairs = [(kinds[0], other) for other in kinds[1:]] if count > 1 else []
+    if count > 1 and {np.dtype(np.int32), np.dtype(np.bool_)} <= set(kinds[1:]):
+        pairs.append((np.dtype(np.int32), np.dtype(np.bool_)))
+    for base, other in pairs:
+        for i in range(count):
+            yield (*(base,) * i, other, *(base,) * (count - i - 1))
+
+
+def _made_up(dtypes: tuple[Any, ...], ranks: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(
+        jax.ShapeDtypeStruct(() if _is_key(dtype) else (SIZE,) * rank, dtype)
+        for rank, dtype in zip(ranks, dtypes, strict=True)
+    )
