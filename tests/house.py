@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 80
 LAYERS = ("core", "pallas", "stax_passes", "stax", "models", "training", "tpjax", "train.py")
 """Rooms from the ground up; "tpjax" is `__init__` and `__main__` of the package."""
 FORBIDDEN = {("models", "pallas"): "a model is plain JAX; tpjax.compile finds the kernels"}
-INTERNALS = ("tpjax/core/_jax.py", "tpjax/pallas/_mgpu.py")
+INTERNALS = ("tpjax/core/_jax.py", "tpjax/core/_tracing.py", "tpjax/pallas/_mgpu.py")
 """The only modules that may import `jax._src`."""
 COMPARISONS = {"allclose", "array_equal", "assert_allclose", "assert_array_equal"}
 SPDX = (

@@ -40,7 +40,7 @@ def _counted(fn: Callable[..., Any], **options: Any) -> tuple[Any, list[int]]:
     return tpjax.compile(counting, **options), traces
 
 
-def test_one_trace_a_signature() -> None:
+def test_G01_one_trace_a_signature() -> None:
     compiled, traces = _counted(norm)
     for rows in (3, 3, 5, 3, 5):
         x = inputs(f"f32[{rows},16]", rows)
@@ -53,7 +53,7 @@ def test_one_trace_a_signature() -> None:
     assert len(traces) == 4
 
 
-def test_python_numbers_are_traced_unless_static() -> None:
+def test_G03_python_numbers_are_traced_unless_static() -> None:
     compiled, traces = _counted(lambda x, factor: x * factor)
     x = inputs("f32[3]", 0)
     assert_close("twice", [compiled(x, 1.0), compiled(x, 2.0)], [x, 2 * x], 0)
@@ -65,7 +65,7 @@ def test_python_numbers_are_traced_unless_static() -> None:
     assert len(traces) in (2, 3)  # by name and by position are two calls to jit
 
 
-def test_none_and_array_alternate() -> None:
+def test_G02_none_and_array_alternate() -> None:
     def shifted(x: jax.Array, shift: jax.Array | None = None) -> jax.Array:
         return x if shift is None else x + shift
 
@@ -93,7 +93,7 @@ class Named:
     name: str = "a"
 
 
-def test_arguments_bind_as_in_python() -> None:
+def test_G02_arguments_bind_as_in_python() -> None:
     def fn(a: Any, /, b: Any, *rest: Any, c: Any = 3.0, **others: Any) -> Any:
         return Pair(a.left + b["k"][0], sum(rest)), c * others["d"].x, Named(a.right, "b")
 
@@ -204,7 +204,7 @@ def test_use_makes_another_entry() -> None:
         ({"name": 1}, ValueError, "name must be a string"),
     ],
 )
-def test_wrong_options(options: Any, error: type[Exception], says: str) -> None:
+def test_G11_F07_wrong_options(options: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         tpjax.compile(norm, **options)
 
@@ -275,11 +275,12 @@ BRANCHES: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_a_branch_on_data_names_the_line(name: str) -> None:
+def test_G12_a_branch_on_data_names_the_line(name: str) -> None:
     fn, remedy = BRANCHES[name]
     line = fn.__code__.co_firstlineno
-    compiled, x = tpjax.compile(lambda x, go: fn(x) if go else x, static_argnums=1), jnp.ones(3)
-    for call in (compiled, jax.jit(compiled, static_argnums=1)):
+    branching, x = lambda x, go: fn(x) if go else x, jnp.ones(3)
+    strict = tpjax.compile(branching, static_argnums=1, strict=True)
+    for call in (strict, jax.jit(tpjax.compile(branching), static_argnums=1)):
         with pytest.raises(CaptureError) as raised:
             call(x, True)
         assert f"{__file__}:{line}" in str(raised.value)
@@ -287,12 +288,12 @@ def test_a_branch_on_data_names_the_line(name: str) -> None:
         assert_close("the next call", call(x, False), x, 0)
 
 
-def test_pickling_says_what_to_do() -> None:
+def test_G14_pickling_says_what_to_do() -> None:
     with pytest.raises(TypeError, match="Pickle the function it was made from"):
         pickle.dumps(tpjax.compile(norm))
 
 
-def test_threads_build_one_entry_a_signature() -> None:
+def test_G13_threads_build_one_entry_a_signature() -> None:
     compiled, traces = _counted(norm)
     scale = inputs("f32[16]", 1)
     xs = [inputs(f"f32[{rows},16]", rows) for rows in (2, 3, 4, 5)]
@@ -307,7 +308,7 @@ def test_threads_build_one_entry_a_signature() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(traces) == 4
+    assert len(traces) == len(compiled.entries()) == 4
     for i, result in enumerate(results):
         assert_close(f"thread {i}", result, norm(xs[i % 4], scale), TOL)
 

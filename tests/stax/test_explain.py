@@ -25,12 +25,15 @@ def _args() -> Any:
     return params(), inputs("f32[12,16]", 9)
 
 
+TABLE = inputs("f32[3,1]", 1)
+
+
 def test_schema() -> None:
     report = tpjax.explain(block)(*_args()).as_dict()
     assert json.loads(json.dumps(report)) == report
     assert report["schema_version"] == SCHEMA_VERSION == 1
     assert set(report) == {
-        "schema_version", "name", "sites", "near_misses", "passes", "cost", "constants", "notes",
+        "schema_version", "name", "sites", "near_misses", "passes", "cost", "constants", "lifted", "notes",
     }  # fmt: skip
     assert [site["op"] for site in report["sites"]] == ["flash_attention", "rms_norm"]
     for site in report["sites"]:
@@ -146,9 +149,11 @@ def test_tables() -> None:
 
 
 def test_closed_over_arrays_are_listed() -> None:
-    table = inputs("f32[16]", 0)
-    report = tpjax.explain(lambda x: x * table)(jnp.ones(16))
-    assert report.as_dict()["constants"] == ["float32[16]"]
+    table, helper = inputs("f32[16]", 0), jax.jit(lambda x: x * TABLE)
+    report = tpjax.explain(lambda x: helper(x * table))(jnp.ones(16))
+    assert report.as_dict()["lifted"] == ["closure table: float32[16]"]
+    assert "reads at each call: closure table" in str(report)
+    assert report.as_dict()["constants"] == ["float32[3,1]"]
     assert "closes over" in str(report)
 
 

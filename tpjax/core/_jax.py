@@ -9,6 +9,7 @@ mended in one place. `tpjax.pallas._mgpu` is its counterpart for kernels.
 import functools
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -373,3 +374,62 @@ def at_top_level() -> bool:
 def trace_context() -> tuple[Any, ...]:
     """Returns what JAX keys traces on besides arguments: flags, mesh, user contexts; hashable."""
     return tuple(_config.trace_context())
+
+
+def lifted(jaxpr: Jaxpr, values: Sequence[Any]) -> tuple[Jaxpr, list[int]]:
+    """Returns the jaxpr with those of its constants that are among `values` as first inputs.
+
+    Also returns which of the values they are, in order. Constants are compared by identity.
+    """
+    index = {id(value): i for i, value in enumerate(values)}
+    pairs = list(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    found = [(index[id(const)], var) for var, const in pairs if id(const) in index]
+    if not found:
+        return jaxpr, []
+    kept = [(var, const) for var, const in pairs if id(const) not in index]
+    names = jaxpr.debug_info
+    if names.arg_names is not None:
+        names = names._replace(arg_names=("",) * len(found) + tuple(names.arg_names))
+    made = jaxpr.replace(
+        constvars=[var for var, _ in kept],
+        consts=[const for _, const in kept],
+        invars=[*(var for _, var in found), *jaxpr.invars],
+        debug_info=names,
+    )
+    return made, [i for i, _ in found]
+
+
+def batched_type(aval: Any, size: int, mesh_axis: Any) -> Any:
+    """Returns the type of arrays of type `aval` stacked along a new leading axis."""
+    return _core.unmapped_aval(size, 0, aval, mesh_axis)
+
+
+def without_effects(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns the jaxpr with only the equations that its results need."""
+    needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if isinstance(v, Var))
+    return jaxpr.replace(eqns=kept[::-1])
+
+
+def inner_constants(jaxpr: Jaxpr) -> list[Any]:
+    """Returns the constants of all bodies inside the jaxpr."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    stack = list(jaxpr.eqns)
+    while stack:
+        for value in stack.pop().params.values():
+            for body in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(body, Jaxpr) and id(body) not in seen:
+                    seen.add(id(body))
+                    found.extend(body.consts)
+                    stack.extend(body.eqns)
+    return found
+
+
+def tangent_type(x: Any) -> Any:
+    """Returns the type of the tangents of an array."""
+    return jax.typeof(x).strip_weak_type().to_tangent_aval()

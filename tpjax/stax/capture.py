@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core import _jax
+from tpjax.stax.questions import Question, Stopped, asking
 
 _LIBRARIES = tuple(str(Path(m).parent) + os.sep for m in (jax.__file__,))
 _OURS = tuple(
@@ -30,37 +31,98 @@ class CaptureError(TypeError):
 
 
 @dataclass(frozen=True)
-class Capture:
-    """A call as a jaxpr, its inputs for this call, and the way back.
+class Call:
+    """A call taken apart: its leaves, and a pure function of them that can be captured.
 
-    `finish` turns the jaxpr's results into what the call returns, and carries out what the call did
-    to the modules it was given.
+    `pure(*leaves)` returns the leaves of the result, and how to put the result together; once that
+    was settled by the captured jaxpr, `finish(after, results)` turns results into what the call
+    returns, and carries out what the call did to the modules it was given.
     """
 
-    jaxpr: _jax.Jaxpr
+    key: Any
+    """Everything about the call besides its leaves; hashable."""
     leaves: list[Any]
-    finish: Callable[[list[Any]], Any]
+    pure: Callable[..., tuple[list[Any], Any]]
+    settle: Callable[[_jax.Jaxpr, Any], Any]
+    finish: Callable[[Any, list[Any]], Any]
 
 
-def capture_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Capture:
-    """Traces `fn(*args, **kwargs)`, whose arguments are pytrees of arrays, numbers or shapes.
-
-    Raises:
-      CaptureError: the function asked for the value of a traced array.
-    """
-    out_trees: list[Any] = []
+def take_apart(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Returns the call of a function whose arguments are pytrees of arrays, numbers or shapes."""
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
 
     @functools.wraps(fn, updated=())
-    def flat(*args: Any, **kwargs: Any) -> list[Any]:
-        leaves, tree = jax.tree.flatten(fn(*args, **kwargs))
-        out_trees.append(tree)
-        return leaves
+    def pure(*leaves: Any) -> tuple[list[Any], Any]:
+        fn_args, fn_kwargs = jax.tree.unflatten(tree, leaves)
+        return jax.tree.flatten(fn(*fn_args, **fn_kwargs))
 
-    jaxpr = trace(flat, args, kwargs)
-    finish = functools.partial(jax.tree.unflatten, out_trees[-1])
-    return Capture(jaxpr, jax.tree.leaves((args, dict(kwargs))), finish)
+    return Call(tree, leaves, pure, lambda jaxpr, after: after, jax.tree.unflatten)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A call as a jaxpr, or the question that its code asked before it could go on."""
+
+    jaxpr: _jax.Jaxpr
+    after: Any = None
+    question: Question | None = None
+    """What Python wanted to know of an array; `jaxpr` then computes that array."""
+    read: tuple[Any, ...] = ()
+    """Arrays, not traced, whose numbers the code turned into Python values."""
+
+
+def capture(call: Call, answers: tuple[Any, ...] | None = ()) -> Captured:
+    """Traces the call.
+
+    Args:
+      call: what to trace.
+      answers: what Python is told when it asks for the value of a traced scalar, in order. Past the
+        last one the capture ends with a `Question`. None: every question is an error.
+
+    Raises:
+      CaptureError: the function asked for a value that cannot be told.
+      TypeError: the function returned something else than arrays and numbers.
+    """
+    found: dict[str, Any] = {}
+
+    @functools.wraps(call.pure, updated=())
+    def flat(*leaves: Any) -> list[Any]:
+        with asking(answers) as conversation:
+            try:
+                results, found["after"] = call.pure(*leaves)
+            except Stopped as stop:
+                found["question"] = stop.question
+                return [stop.question.tracer]
+        _check_results(call.pure, results, found["after"])
+        found["read"] = conversation.read
+        return results
+
+    jaxpr = trace(flat, tuple(call.leaves), {})
+    if "question" in found:
+        return Captured(jaxpr, question=found["question"].without_tracer())
+    return Captured(jaxpr, call.settle(jaxpr, found["after"]), read=tuple(found["read"]))
+
+
+def _check_results(fn: Callable[..., Any], results: list[Any], after: Any) -> None:
+    for i, x in enumerate(results):
+        try:
+            jax.typeof(x)
+        except TypeError:
+            name = getattr(fn, "__qualname__", "the function")
+            where = _result_path(after, i)
+            raise TypeError(
+                f"compile: {name} must return arrays and numbers; got {x!r:.60} "
+                f"({type(x).__name__}) at result{where}. Return it from a function around the "
+                "compiled one."
+            ) from None
+
+
+def _result_path(after: Any, index: int) -> str:
+    if not isinstance(after, jax.tree_util.PyTreeDef):
+        return f" leaf {index}"
+    numbered = jax.tree.unflatten(after, range(after.num_leaves))
+    path = jax.tree_util.tree_flatten_with_path(numbered)[0][index][0]
+    return jax.tree_util.keystr(path)
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _jax.Jaxpr:

@@ -20,9 +20,11 @@ import numpy as np
 
 from tpjax.core import _jax
 from tpjax.stax import modules
+from tpjax.stax.entries import Entry, Recompiles
 from tpjax.stax.explanation import Explanation
 from tpjax.stax.options import CompileOptions, describe, resolve
-from tpjax.stax.program import Program, fresh_traces
+from tpjax.stax.program import Program
+from tpjax.stax.roads import roads_of
 from tpjax.stax.static import SameObject
 
 
@@ -43,7 +45,7 @@ class Compiled:
         if self._bound:
             args = (*self._bound, *args)
         if _jax.at_top_level():
-            return self._program.call(args, kwargs)
+            return roads_of(self._program).call(args, kwargs)
         return self._program.inline(args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -66,13 +68,11 @@ class Compiled:
 
     def jaxpr(self, *args: Any, **kwargs: Any) -> _jax.Jaxpr:
         """Returns the rewritten jaxpr of the call; shapes (`jax.ShapeDtypeStruct`) will do."""
-        with fresh_traces(), self._program.captured((*self._bound, *args), kwargs) as call:
-            return self._program.rewrite(call.jaxpr)[0]
+        return self._program.jaxpr((*self._bound, *args), kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the call lowered for the compiler, as `jax.jit(fn).lower` does."""
-        args = (*self._bound, *args)
-        return self._program.jit(modules.any_module((args, kwargs))).lower(*args, **kwargs)
+        return roads_of(self._program).lower((*self._bound, *args), kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Returns what was rewritten in this call, which kernels run, and why others do not.
@@ -80,6 +80,18 @@ class Compiled:
         The call is traced anew but not run; shapes (`jax.ShapeDtypeStruct`) will do as arguments.
         """
         return self._program.explain((*self._bound, *args), kwargs)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Returns the specialisations that are held now, the least recently used first."""
+        return tuple(self._program.entries.values())
+
+    def explain_recompile(self) -> Recompiles:
+        """Returns why each entry but the first was made: what changed, from what to what."""
+        return self._program.recompiles()
+
+    def free_functions(self) -> tuple[Callable[..., Any], ...]:
+        """Returns the function that was compiled: what it reads, a function that calls it reads."""
+        return (self._program.fn,)
 
     def clear(self) -> None:
         """Forgets every compiled entry; the next call traces and compiles anew."""

@@ -5,7 +5,7 @@
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,9 @@ class Explanation:
     before: ProgramCost
     after: ProgramCost
     constants: tuple[str, ...] = ()
-    """Arrays that the function closes over, as shapes: baked in when it is traced."""
+    """Arrays that are baked in when the function is traced, as shapes."""
+    lifted: tuple[str, ...] = ()
+    """Free arrays that are read at each call: where they are found, and their shapes."""
 
     @classmethod
     def of(
@@ -112,6 +114,7 @@ class Explanation:
         reports: tuple[Report, ...],
         nested: tuple[tuple[Report, ...], ...],
         direct: tuple[Choice, ...],
+        paths: Mapping[int, str],
     ) -> "Explanation":
         """Returns the explanation of a capture.
 
@@ -122,12 +125,14 @@ class Explanation:
           reports: what the passes did.
           nested: what they did in each compiled function that this one called.
           direct: choices of dispatch made while capturing, those of `nested` among them.
+          paths: where free arrays were found, by identity.
         """
         everything = [report for group in (*nested, reports) for report in group]
         hits = [hit for report in everything for hit in report.hits]
         replaced = {id(choice) for hit in hits for choice in hit.choices}
         called = [choice for choice in direct if id(choice) not in replaced]
         choices = [*called, *(choice for hit in hits for choice in hit.choices)]
+        constants = (*original.consts, *_jax.inner_constants(original))
         misses = dict.fromkeys(miss for report in everything for miss in report.near_misses)
         return cls(
             name,
@@ -136,7 +141,8 @@ class Explanation:
             reports,
             cost_of(original, choices),
             cost_of(rewritten, choices),
-            tuple(str(jax.typeof(x)) for x in original.consts),
+            tuple(str(jax.typeof(x)) for x in constants if id(x) not in paths),
+            tuple(f"{paths[id(x)]}: {jax.typeof(x)}" for x in original.consts if id(x) in paths),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -160,6 +166,7 @@ class Explanation:
             ],
             "cost": {"before": self.before.as_dict(), "after": self.after.as_dict()},
             "constants": list(self.constants),
+            "lifted": list(self.lifted),
             "notes": list(self.notes),
         }
 
@@ -190,6 +197,8 @@ class Explanation:
         misses = self._telling_misses()
         parts += [_misses_table(misses)] if misses else []
         parts.append(_passes_table(self.passes, self.before, self.after))
+        if self.lifted:
+            parts.append(Text(f"reads at each call: {', '.join(self.lifted)}"))
         if self.constants:
             held = ", ".join(f"{n} x {c}" for c, n in Counter(self.constants).items())
             parts.append(Text(f"closes over (read once, when traced): {held}"))

@@ -1,21 +1,23 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Flax NNX modules among the arguments: captured as state in, state out, and updated once.
+"""Flax NNX modules of a call: captured as state in, state out, and updated once.
 
 A module is a pytree, but a call may change it: batch statistics, random streams, counters. So the
-call becomes a pure function from the modules' state to the new state, and what the jaxpr returns is
-written back. All modules of a call are split together, which keeps what they share. Flax is not
+call becomes a pure function from the modules' state to the new state, and what the program returns
+is written back. All modules of a call are split together, which keeps what they share: those among
+the arguments, and those that the function itself names in its closure or its globals. Flax is not
 imported here before a program has done so itself.
 """
 
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
-from tpjax.stax.capture import Capture, trace
+from tpjax.stax.capture import Call
 
 _TAG = "tpjax"
 
@@ -36,15 +38,42 @@ def any_module(tree: Any) -> bool:
     return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
-def jit(fn: Callable[..., Any], **options: Any) -> Any:
-    """Returns `nnx.jit(fn)`, which takes modules and keeps what they share."""
+def flags_in(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the plain attributes of the modules in a pytree: ".dropout.deterministic", False."""
+    if not any_module(tree):
+        return
     from flax import nnx
 
-    return nnx.jit(fn, graph=True, graph_updates=True, **options)
+    for path, module in nnx.iter_modules(tree):
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | float | str) and not name.startswith("_"):
+                yield "".join(f".{part}" for part in (*path, name)), value
 
 
-def _take_out(tree: Any) -> tuple[tuple[Any, ...], list[Any], Callable[[Any, Any], Any]]:
-    """Returns the modules of the pytree, its other leaves, and the function that puts both back."""
+def rebound(fn: Any, names: tuple[tuple[str, str], ...], values: tuple[Any, ...]) -> Any:
+    """Returns the function with other values under some of its free names.
+
+    Args:
+      fn: a Python function; `names` is empty for any other callable.
+      names: pairs of "closure" or "global" and the name.
+      values: what stands there instead.
+    """
+    if not names:
+        return fn
+    new = dict(zip(names, values, strict=True))
+    cells = [
+        types.CellType(new["closure", name]) if ("closure", name) in new else cell
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    ]
+    outer = {name: value for (where, name), value in new.items() if where == "global"}
+    namespace = {**fn.__globals__, **outer} if outer else fn.__globals__
+    made = types.FunctionType(fn.__code__, namespace, fn.__name__, fn.__defaults__, tuple(cells))
+    made.__kwdefaults__, made.__qualname__ = fn.__kwdefaults__, fn.__qualname__
+    return made
+
+
+def _take_out(tree: Any) -> tuple[tuple[Any, ...], list[Any], Callable[[Any, Any], Any], Any]:
+    """Returns the modules of the pytree, its other leaves, what puts both back, and its shape."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
     where = [is_module(x) for x in leaves]
 
@@ -53,52 +82,65 @@ def _take_out(tree: Any) -> tuple[tuple[Any, ...], list[Any], Callable[[Any, Any
         return jax.tree.unflatten(treedef, [next(modules if m else others) for m in where])
 
     modules = tuple(x for x, m in zip(leaves, where, strict=True) if m)
-    return modules, [x for x, m in zip(leaves, where, strict=True) if not m], put_back
+    others = [x for x, m in zip(leaves, where, strict=True) if not m]
+    return modules, others, put_back, (treedef, tuple(where))
 
 
 @contextmanager
-def captured(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[Capture]:
-    """Traces `fn(*args, **kwargs)` with modules among the arguments; see `tpjax.stax.capture`.
+def taken_apart(
+    function: Callable[[tuple[Any, ...]], Callable[..., Any]],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    named: tuple[Any, ...] = (),
+) -> Iterator[Call]:
+    """Takes apart a call with modules among its arguments or under the function's free names.
 
-    `Capture.finish`, called inside the block, changes the modules, if the call changed them.
+    `Call.finish`, called inside the block, changes the modules, if the call changed them.
+
+    Args:
+      function: returns the function that has other modules under those free names.
+      name: the function's.
+      args: the arguments.
+      kwargs: those by name.
+      named: the modules under the free names.
     """
     from flax import nnx
 
-    modules, others, put_back = _take_out((args, dict(kwargs)))
-    after: dict[str, Any] = {}
-
+    modules, others, put_back, shape = _take_out((named, args, dict(kwargs)))
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as outside:
             graphdef, state = outside.split(modules)
         state_leaves, state_tree = jax.tree.flatten(state)
+        count = len(state_leaves)
 
-        def pure(state_leaves: list[Any], others: list[Any]) -> list[Any]:
+        def pure(*leaves: Any) -> tuple[list[Any], Any]:
+            after: dict[str, Any] = {}
             with nnx.merge_context(_TAG, True) as inside:
-                merged = inside.merge(graphdef, jax.tree.unflatten(state_tree, state_leaves))
+                merged = inside.merge(graphdef, jax.tree.unflatten(state_tree, leaves[:count]))
             before = nnx.graphdef(merged)
-            fn_args, fn_kwargs = put_back(merged, others)
-            made, values, after["put_back"] = _take_out(fn(*fn_args, **fn_kwargs))
+            fn_named, fn_args, fn_kwargs = put_back(merged, leaves[count:])
+            result = function(fn_named)(*fn_args, **fn_kwargs)
+            made, values, after["put_back"], _ = _take_out(result)
             after["same"] = not made and nnx.graphdef(merged) == before
             with nnx.split_context(_TAG) as inside:
                 after["graphdef"], new_state = inside.split((merged, made))
             new_leaves, after["tree"] = jax.tree.flatten(new_state)
             after["size"] = len(new_leaves)
-            return [*new_leaves, *values]
+            return [*new_leaves, *values], after
 
-        pure.__name__ = pure.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
-        jaxpr = trace(pure, (state_leaves, others), {})
-        size = after["size"]
-        pairs = zip(jaxpr.outvars[:size], jaxpr.invars[:size], strict=False)
-        untouched = after["same"] and all(new is old for new, old in pairs)
+        def settle(jaxpr: Any, after: dict[str, Any]) -> dict[str, Any]:
+            pairs = zip(jaxpr.outvars[: after["size"]], jaxpr.invars[:count], strict=False)
+            return after | {"same": after["same"] and all(new is old for new, old in pairs)}
 
-        def finish(results: list[Any]) -> Any:
-            if untouched:
+        def finish(after: dict[str, Any], results: list[Any]) -> Any:
+            size = after["size"]
+            if after["same"]:
                 return after["put_back"]((), results[size:])
             new_state = jax.tree.unflatten(after["tree"], results[:size])
             with nnx.merge_context(_TAG, False) as outside:
                 _, made = outside.merge(after["graphdef"], new_state)
             return after["put_back"](made, results[size:])
 
-        yield Capture(jaxpr, [*state_leaves, *others], finish)
+        pure.__name__ = pure.__qualname__ = name
+        yield Call((graphdef, state_tree, shape), [*state_leaves, *others], pure, settle, finish)

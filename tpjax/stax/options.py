@@ -24,6 +24,7 @@ class CompileOptions(TypedDict, total=False):
     verify: bool
     static_argnums: int | Iterable[int]
     static_argnames: str | Iterable[str]
+    recompile_limit: int
     name: str | None
 
 
@@ -120,6 +121,13 @@ OPTIONS: tuple[Option, ...] = (
         "a name or several",
         _is_sequence_of(str),
         "Names of such arguments.",
+    ),
+    Option(
+        "recompile_limit",
+        8,
+        "a whole number above zero",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
+        "Entries past which one warning says what keeps changing. Never an error.",
     ),
     Option(
         "name",

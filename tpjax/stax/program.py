@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of a compiled function: capture, rewrite, its own jit, and what that remembers."""
+"""The inside of a compiled function: its options, its entries, and how one is made.
+
+`tpjax.stax.roads` runs calls outside every transformation. A call inside one has its rewritten
+equations traced into the caller's program, and is captured once a signature too.
+"""
 
 import functools
 import itertools
@@ -8,7 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,16 +22,26 @@ from tpjax.core import _jax
 from tpjax.core.errors import UnsupportedError
 from tpjax.pallas.dispatch import record_choices
 from tpjax.stax import modules
-from tpjax.stax.capture import Capture, capture_call, donated_inputs, evaluate
+from tpjax.stax.capture import Call, CaptureError, capture, donated_inputs, evaluate, take_apart
+from tpjax.stax.entries import (
+    Entry,
+    Recompiles,
+    answers_in,
+    recompiles_of,
+    signature_of,
+    signature_of_value,
+)
 from tpjax.stax.explanation import Explanation, StrictError, demand_kernels
+from tpjax.stax.free import FreeValues, Reading
 from tpjax.stax.options import EXACT, resolve
+from tpjax.stax.questions import Question, may_ask
 from tpjax.stax.static import SameObject, Static, static_of
 from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES, optimize
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.rules import with_rules
 
 MAX_ENTRIES = 256
-"""Rewritten jaxprs that one compiled function keeps; the least recently traced goes first."""
+"""Entries that one compiled function keeps; the least recently used goes first."""
 
 _retrace = jax.make_user_context(0)
 _retrace_count = itertools.count(1)
@@ -41,16 +55,8 @@ def fresh_traces() -> Iterator[None]:
         yield
 
 
-class _SawModuleError(Exception):
-    """Tracing met a module: this call needs the road that writes state back."""
-
-
-class _SawDonationError(Exception):
-    """Tracing met a jit that is the whole function and donates: the jit around it must too."""
-
-
 class Program:
-    """A function, its options and its cache: what the views bound to different objects share."""
+    """A function, its options and its entries: what the views bound to different objects share."""
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], bound: int) -> None:
         self.fn = fn
@@ -59,35 +65,32 @@ class Program:
         nums, names = options["static_argnums"], options["static_argnames"]
         self.static: Static = static_of(fn, nums, names, bound)
         self.name = options["name"] or getattr(fn, "__name__", type(fn).__name__)
-        self.takes_modules = False
-        self.donated: tuple[frozenset[int], frozenset[str]] = frozenset(), frozenset()
+        self.free = FreeValues(fn)
         self.lock = threading.RLock()
-        self.entries: OrderedDict[Any, tuple[_jax.Jaxpr, Callable[[list[Any]], Any]]] = (
-            OrderedDict()
-        )
-        self._jits: dict[str, Any] = {}
+        self.entries: OrderedDict[Any, Entry] = OrderedDict()
+        self.questions: dict[Any, tuple[Question, Any, tuple[int, ...]]] = {}
+        self._inlined: OrderedDict[Any, Entry] = OrderedDict()
+        self._history: list[tuple[int, Mapping[str, str]]] = []
+        self._warned = False
+        self.roads: Any = None
+        """Set and read by `tpjax.stax.roads`."""
         self._of_objects: Program | None = None
-        self._base: Program | None = None
+        self.base: Program | None = None
+        """The program that this one is of objects, or None."""
 
     def of_objects(self) -> "Program":
         """Returns the program as a method of objects that are no pytrees: known by identity."""
         with self.lock:
             if self._of_objects is None:
-                fn = self.fn
-
-                @functools.wraps(fn, updated=())
-                def method(same: SameObject, *args: Any, **kwargs: Any) -> Any:
-                    return fn(same.get(), *args, **kwargs)
-
-                self._of_objects = Program(method, self.given, self.bound)
-                self._of_objects.static = self.static.and_first()
-                self._of_objects._base = self
+                made = Program(self.fn, self.given, self.bound)
+                made.static, made.base = self.static.and_first(), self
+                self._of_objects = made
         return self._of_objects
 
     def with_options(self, options: Mapping[str, Any]) -> "Program":
         """Returns the same function with other options; those not named stay."""
-        if self._base is not None:
-            return self._base.with_options(options).of_objects()
+        if self.base is not None:
+            return self.base.with_options(options).of_objects()
         return Program(self.fn, self.given | dict(options), self.bound)
 
     def passes(self) -> Any:
@@ -97,12 +100,128 @@ class Program:
             passes = (CLEAN_UP,) if self.options["mode"] == EXACT else PASSES
         return with_rules(passes, self.options["rules"])
 
-    def captured(self, args: tuple[Any, ...], kwargs: Any) -> AbstractContextManager[Capture]:
-        """Returns the call as a jaxpr, in a block in which its `finish` may be called."""
-        fn, args, kwargs = self.static.close(self.fn, args, kwargs)
-        if modules.any_module((args, kwargs)):
-            return modules.captured(fn, args, kwargs)
-        return nullcontext(capture_call(fn, args, kwargs))
+    def read(self, args: tuple[Any, ...]) -> Reading:
+        """Returns the function's free values now."""
+        return self.free.read(*(args[0].get(),) if self.base is not None else ())
+
+    def _function(self, reading: Reading, values: tuple[Any, ...]) -> Callable[..., Any]:
+        """Returns the function with `values` in place of the modules that it names."""
+        fn = modules.rebound(self.fn, reading.module_names, values)
+        if self.base is None:
+            return fn
+
+        @functools.wraps(fn, updated=())
+        def method(same: SameObject, *args: Any, **kwargs: Any) -> Any:
+            return fn(same.get(), *args, **kwargs)
+
+        return method
+
+    @contextmanager
+    def taken_apart(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reading: Reading
+    ) -> Iterator[Call]:
+        """Takes the call apart, in a block in which its `finish` may be called."""
+
+        def close(values: tuple[Any, ...]) -> Any:
+            return self.static.close(self._function(reading, values), args, kwargs)
+
+        fn, rest, named = close(reading.modules)
+        if reading.modules or modules.any_module((rest, named)):
+            with modules.taken_apart(
+                lambda values: close(values)[0], self.name, rest, named, reading.modules
+            ) as call:
+                yield call
+        else:
+            yield take_apart(fn, rest, named)
+
+    def key(self, reading: Reading, call: Call, args: Any, kwargs: Any) -> Any:
+        """Returns everything that an entry for the call depends on, besides answers."""
+        avals = tuple(jax.typeof(x) for x in (*reading.arrays, *call.leaves))
+        static = self.static.key(args, kwargs)
+        return reading.key, call.key, avals, static, _jax.trace_context()
+
+    def make(
+        self,
+        answers: tuple[Any, ...],
+        call: Call,
+        reading: Reading,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        check: Callable[[_jax.Jaxpr], None] = lambda jaxpr: None,
+    ) -> Entry | None:
+        """Captures and rewrites the call as a new entry; None where a question came first.
+
+        Args:
+          answers: to the questions that are known.
+          call: the call taken apart.
+          reading: the free values.
+          args: the call's, for people.
+          kwargs: the call's, for people.
+          check: sees the jaxpr as captured before it is rewritten; what it raises ends the making.
+        """
+        captured = capture(call, None if self.options["strict"] else answers)
+        jaxpr, lifted = _jax.lifted(captured.jaxpr, reading.arrays)
+        self.free.guard(reading, captured)
+        reading = self.free.again(reading, self.read(args))
+        key = self.key(reading, call, args, kwargs)
+        if captured.question is not None:
+            run = jax.jit(functools.partial(_evaluated, _jax.without_effects(jaxpr)))
+            self.questions[key, answers] = captured.question, run, tuple(lifted)
+            return None
+        check(captured.jaxpr)
+        rewritten, reports = self.rewrite(jaxpr)
+        flags = (*(False for _ in lifted), *donated_inputs(captured.jaxpr))
+        entry = Entry(
+            len(self._history) + 1,
+            self._signature(reading, args, kwargs, key, answers),
+            reports,
+            jaxpr=rewritten,
+            original=jaxpr,
+            after=captured.after,
+            lifted=tuple(lifted),
+            donated=tuple(i for i, flag in enumerate(flags) if flag),
+            name=self.name,
+        )
+        self.entries[key, answers] = entry
+        self._history.append((entry.number, entry.signature))
+        if len(self.entries) > MAX_ENTRIES:
+            self.entries.popitem(last=False)
+        self._warn_of_recompiles()
+        return entry
+
+    def _signature(
+        self, reading: Reading, args: Any, kwargs: Any, key: Any, answers: tuple[Any, ...]
+    ) -> Mapping[str, str]:
+        """Returns what tells the entry from the others, for people."""
+        if self.base is not None:
+            args = (args[0].get(), *args[1:])
+        found = signature_of(self.fn, args, kwargs, self.static.argnames)
+        asked = [(self.questions[key, answers[:i]][0], v) for i, v in enumerate(answers)]
+        arrays = {p: str(jax.typeof(x)) for p, x in zip(reading.paths, reading.arrays, strict=True)}
+        for (kind, name), module in zip(reading.module_names, reading.modules, strict=True):
+            found |= signature_of_value(f"{kind} {name}", module)
+        return found | arrays | dict(reading.guards) | answers_in(asked)
+
+    def _warn_of_recompiles(self) -> None:
+        limit = self.options["recompile_limit"]
+        if self._warned or len(self._history) <= limit:
+            return
+        self._warned = True
+        busiest = self.recompiles().busiest()
+        if busiest is None:
+            return
+        path, times, change = busiest
+        warnings.warn(
+            f"compile: {self.name} has {len(self._history)} entries, more than recompile_limit="
+            f"{limit}; what changes most is {path} ({times} times, last from {change.was} to "
+            f"{change.now}). Keep it the same, pass it as an array, or raise recompile_limit; "
+            "explain_recompile() tells every change.",
+            stacklevel=2,
+        )
+
+    def recompiles(self) -> Recompiles:
+        """Returns why each entry but the first was made."""
+        return recompiles_of(self.name, self._history)
 
     def rewrite(self, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
         """Returns the jaxpr rewritten, and the reports; `strict` raises what others warn of."""
@@ -127,103 +246,70 @@ class Program:
 
     def inline(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the rewritten equations under whatever trace is on."""
-        with self.captured(args, kwargs) as call:
-            jaxpr, reports = self.rewrite(call.jaxpr)
+        reading = self.read(args)
+        with self.taken_apart(args, kwargs, reading) as call:
             nested = _nested.get()
-            if nested is not None:
-                nested.append(reports)
-            return call.finish(evaluate(jaxpr, call.leaves))
+            key = self.key(reading, call, args, kwargs)
+            entry = self._inlined.get(key) if nested is None else None
+            if entry is None:
+                try:
+                    entry = self._capture_inline(call, reading, key)
+                except CaptureError:
+                    if not may_ask():
+                        raise
+                    entry = None
+            if entry is not None:
+                if nested is not None:
+                    nested.append(entry.reports)
+                inputs = [*(reading.arrays[i] for i in entry.lifted), *call.leaves]
+                return call.finish(entry.after, evaluate(entry.jaxpr, inputs))
+        # A compiled function around this one can answer what its code asks.
+        return self._function(reading, reading.modules)(*args, **kwargs)
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the call outside every transformation."""
-        while not self.takes_modules:
-            try:
-                return self.jit(False)(*args, **kwargs)
-            except _SawDonationError:
-                continue
-            except _SawModuleError:
-                pass
-            except (TypeError, ValueError):
-                # A module need not be a pytree that jit can take.
-                if not modules.any_module((args, kwargs)):
-                    raise
-            self.takes_modules = True
-        return self.jit(True)(*args, **kwargs)
-
-    def jit(self, with_modules: bool) -> Any:
-        """Returns the jit of its own: JAX's, or the one of Flax that takes modules."""
-        key = "nnx" if with_modules else "jax"
-        with self.lock:
-            if key not in self._jits:
-                inner = self._trace_modules if with_modules else self._trace_arrays
-
-                @functools.wraps(self.fn, updated=())
-                def traced(*args: Any, **kwargs: Any) -> Any:
-                    return inner(args, kwargs)
-
-                traced.__name__ = self.name
-                make = modules.jit if with_modules else jax.jit
-                self._jits[key] = make(
-                    traced,
-                    static_argnums=self.static.argnums,
-                    static_argnames=self.static.argnames,
-                    donate_argnums=tuple(sorted(self.donated[0])),
-                    donate_argnames=tuple(sorted(self.donated[1])),
-                )
-        return self._jits[key]
-
-    def _trace_modules(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with self.lock:
-            return self.inline(args, kwargs)
-
-    def _trace_arrays(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs while jit traces: captures and rewrites, once a signature for all threads."""
-        if modules.any_module((args, kwargs)):
-            raise _SawModuleError
-        _, rest, named = self.static.close(self.fn, args, kwargs)
-        leaves, tree = jax.tree.flatten((rest, named))
-        avals = tuple(jax.typeof(x) for x in leaves)
-        key = tree, avals, self.static.key(args, kwargs), _jax.trace_context()
-        with self.lock:
-            if key not in self.entries:
-                with self.captured(args, kwargs) as call:
-                    self._keep_donation(call.jaxpr, args, kwargs)
-                    jaxpr, _ = self.rewrite(call.jaxpr)
-                    self.entries[key] = jaxpr, call.finish
-                if len(self.entries) > MAX_ENTRIES:
-                    self.entries.popitem(last=False)
-            self.entries.move_to_end(key)
-            jaxpr, finish = self.entries[key]
-        return finish(evaluate(jaxpr, leaves))
-
-    def _keep_donation(
-        self, jaxpr: _jax.Jaxpr, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Makes the jit of its own donate what the function, a jit itself, donates."""
-        flat = donated_inputs(jaxpr)
-        if not any(flat):
-            return
-        rest = iter(flat)
-        static, names = self.static.argnums, self.static.argnames
-        nums = set()
-        for i, arg in enumerate(args):
-            marks = [] if i in static else [next(rest) for _ in jax.tree.leaves(arg)]
-            nums |= {i} if marks and all(marks) else set()
-        found = set()
-        for name in sorted(kwargs):
-            marks = [] if name in names else [next(rest) for _ in jax.tree.leaves(kwargs[name])]
-            found |= {name} if marks and all(marks) else set()
-        donated = self.donated[0] | nums, self.donated[1] | found
-        if donated != self.donated:
-            self.donated = donated
-            self._jits.pop("jax", None)
-            raise _SawDonationError
+    def _capture_inline(self, call: Call, reading: Reading, key: Any) -> Entry:
+        captured = capture(call, None)
+        jaxpr, lifted = _jax.lifted(captured.jaxpr, reading.arrays)
+        jaxpr, reports = self.rewrite(jaxpr)
+        entry = Entry(0, {}, reports, jaxpr=jaxpr, after=captured.after, lifted=tuple(lifted))
+        of_caller = any(map(_jax.is_tracer, jaxpr.consts))
+        if _nested.get() is None and not of_caller and not captured.read:
+            with self.lock:
+                self._inlined[key] = entry
+                if len(self._inlined) > MAX_ENTRIES:
+                    self._inlined.popitem(last=False)
+        return entry
 
     def clear(self) -> None:
         """Forgets every entry."""
         with self.lock:
             self.entries.clear()
-            self._jits.clear()
+            self.questions.clear()
+            self._inlined.clear()
+            self._history.clear()
+            self._warned = False
+            if self.roads is not None:
+                self.roads.clear()
+
+    def jaxpr(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _jax.Jaxpr:
+        """Returns the call's jaxpr rewritten; free arrays are constants of it."""
+        with fresh_traces(), self._captured(args, kwargs) as captured:
+            return self.rewrite(captured)[0]
+
+    @contextmanager
+    def _captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[_jax.Jaxpr]:
+        """Captures the call anew; questions are answered where the arguments have values."""
+        reading = self.read(args)
+        with self.taken_apart(args, kwargs, reading) as call:
+            known = not any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
+            can_answer = known and not self.options["strict"] and _jax.at_top_level()
+            answers: tuple[Any, ...] = ()
+            while True:
+                captured = capture(call, answers if can_answer else None)
+                if captured.question is None:
+                    break
+                asked = evaluate(_jax.without_effects(captured.jaxpr), call.leaves)[0]
+                answers += (captured.question.answer(asked),)
+            yield captured.jaxpr
 
     def explain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Explanation:
         """Returns what is rewritten in the call, traced anew with all it calls, and not run."""
@@ -233,10 +319,15 @@ class Program:
             with (
                 fresh_traces(),
                 record_choices() as choices,
-                self.captured(args, kwargs) as call,
+                self._captured(args, kwargs) as captured,
             ):
                 direct = tuple(choices)
-                result, own = optimize(call.jaxpr, self.passes())
+                result, own = optimize(captured, self.passes())
         finally:
             _nested.reset(token)
-        return Explanation.of(self.name, call.jaxpr, result, own, tuple(reports), direct)
+        paths = {id(x): path for x, path in self.read(args).by_path()}
+        return Explanation.of(self.name, captured, result, own, tuple(reports), direct, paths)
+
+
+def _evaluated(jaxpr: _jax.Jaxpr, *inputs: Any) -> list[Any]:
+    return evaluate(jaxpr, list(inputs))

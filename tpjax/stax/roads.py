@@ -1,0 +1,250 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a call outside every transformation runs: two roads.
+
+The fast one is a `jax.jit` whose trace captures and rewrites, so that a call that hits its cache
+costs what jit's own does. The keyed one looks entries up in Python: for calls with NNX modules, for
+functions that ask for the value of an array, and to verify.
+"""
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from tpjax.core import _jax
+from tpjax.stax import modules
+from tpjax.stax.capture import Call, donated_inputs, evaluate
+from tpjax.stax.entries import Entry
+from tpjax.stax.free import Reading
+from tpjax.stax.program import MAX_ENTRIES, Program
+
+
+class _KeyedRoadError(Exception):
+    """Tracing met a module or a question: this call needs the other road."""
+
+
+class _DonationError(Exception):
+    """Tracing met a jit that is the whole function and donates: the jit around it must too."""
+
+
+@dataclass
+class _Variant:
+    """The jit for one set of guards of free values."""
+
+    keyed: bool
+    """Whether its calls take the keyed road."""
+    jit: Any = None
+    argnums: frozenset[int] = frozenset()
+    argnames: frozenset[str] = frozenset()
+    """Arguments that the function, a jit itself, donates."""
+
+
+class Roads:
+    """Runs the top-level calls of one program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._variants: OrderedDict[Any, _Variant] = OrderedDict()
+        self._calling = threading.local()
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the call."""
+        reading = self.program.read(args)
+        variant = self._variants.get(reading.key) or self._variant(reading)
+        while not variant.keyed:
+            try:
+                return self._run_fast(variant, reading, args, kwargs)
+            except _DonationError:
+                continue
+            except _KeyedRoadError:
+                pass
+            except (TypeError, ValueError):
+                # A module need not be a pytree that jit can take.
+                if not modules.any_module((args, kwargs)):
+                    raise
+            variant.keyed = True
+        return self._run_keyed(reading, args, kwargs)
+
+    def clear(self) -> None:
+        """Forgets every jit."""
+        self._variants.clear()
+
+    def lower(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the call lowered, as `jax.jit(fn).lower` does."""
+        reading = self.program.read(args)
+        variant = self._variant(reading)
+        if not variant.keyed and not modules.any_module((args, kwargs)):
+            state = self._calling
+            state.reading, state.variant, state.made = reading, variant, None
+            given = (reading.arrays, *args) if reading.arrays else args
+            while True:
+                try:
+                    return self._jit(variant, reading).lower(*given, **kwargs)
+                except _DonationError:
+                    continue
+                except _KeyedRoadError:
+                    break
+        with self.program.taken_apart(args, kwargs, reading) as call:
+            entry = self._entry_of(reading, call, args, kwargs)[0]
+            return _own_jit(entry).lower(*_inputs(entry, reading.arrays, call))
+
+    def _variant(self, reading: Reading) -> _Variant:
+        with self.program.lock:
+            if reading.key not in self._variants:
+                keyed = bool(reading.modules) or self.program.options["verify"]
+                self._keep(reading.key, _Variant(keyed))
+            return self._variants[reading.key]
+
+    def _keep(self, key: Any, variant: _Variant) -> None:
+        self._variants[key] = variant
+        if len(self._variants) > MAX_ENTRIES:
+            self._variants.popitem(last=False)
+
+    def _run_fast(
+        self, variant: _Variant, reading: Reading, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        state = self._calling
+        state.reading, state.variant, state.made = reading, variant, None
+        jitted = variant.jit or self._jit(variant, reading)
+        try:
+            if reading.arrays:
+                result = jitted(reading.arrays, *args, **kwargs)
+            else:
+                result = jitted(*args, **kwargs)
+        except Exception as error:
+            if state.made is None:
+                raise
+            self._fall_back(state.made, error)
+            variant.jit = None
+            return self._run_fast(variant, reading, args, kwargs)
+        if state.made is not None:  # traced now: tracing may have added guards
+            with self.program.lock:
+                key = self.program.free.again(reading).key
+                if key not in self._variants:
+                    self._keep(key, variant)
+        return result
+
+    def _jit(self, variant: _Variant, reading: Reading) -> Any:
+        """Returns the variant's jit, made if need be; free arrays are its first argument."""
+        program = self.program
+        with program.lock:
+            if variant.jit is None:
+                shift = 1 if reading.arrays else 0
+
+                @functools.wraps(program.fn, updated=())
+                def traced(*args: Any, **kwargs: Any) -> Any:
+                    return self._trace(args[0] if shift else (), args[shift:], kwargs)
+
+                traced.__name__ = program.name
+                if shift and hasattr(traced, "__wrapped__"):
+                    del traced.__wrapped__  # its signature lacks the first argument
+                variant.jit = jax.jit(
+                    traced,
+                    static_argnums=tuple(i + shift for i in program.static.argnums),
+                    static_argnames=program.static.argnames,
+                    donate_argnums=tuple(sorted(i + shift for i in variant.argnums)),
+                    donate_argnames=tuple(sorted(variant.argnames)),
+                )
+            return variant.jit
+
+    def _trace(self, arrays: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs while jit traces: captures and rewrites, once a signature for all threads."""
+        state, program = self._calling, self.program
+        if modules.any_module((args, kwargs)):
+            raise _KeyedRoadError
+        with program.taken_apart(args, kwargs, state.reading) as call:
+            key = program.key(state.reading, call, args, kwargs), ()
+            keep = functools.partial(self._keep_donation, state.variant, args, kwargs)
+            with program.lock:
+                entry = program.entries.get(key)
+                if entry is None:
+                    entry = program.make((), call, state.reading, args, kwargs, keep)
+                else:
+                    program.entries.move_to_end(key)
+            if entry is None:
+                raise _KeyedRoadError
+            state.made = entry
+            return call.finish(entry.after, evaluate(entry.jaxpr, _inputs(entry, arrays, call)))
+
+    def _keep_donation(
+        self,
+        variant: _Variant,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        jaxpr: _jax.Jaxpr,
+    ) -> None:
+        """Makes the jit of its own donate what the function, a jit itself, donates."""
+        flat = donated_inputs(jaxpr)
+        if not any(flat):
+            return
+        rest, static = iter(flat), self.program.static
+        nums, names = set(), set()
+        for i, arg in enumerate(args):
+            marks = [] if i in static.argnums else [next(rest) for _ in jax.tree.leaves(arg)]
+            nums |= {i} if marks and all(marks) else set()
+        for name in sorted(kwargs):
+            fixed = name in static.argnames
+            marks = [] if fixed else [next(rest) for _ in jax.tree.leaves(kwargs[name])]
+            names |= {name} if marks and all(marks) else set()
+        donated = variant.argnums | nums, variant.argnames | names
+        if donated != (variant.argnums, variant.argnames):
+            variant.argnums, variant.argnames = donated
+            variant.jit = None
+            raise _DonationError
+
+    def _run_keyed(self, reading: Reading, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with self.program.taken_apart(args, kwargs, reading) as call:
+            entry, key = self._entry_of(reading, call, args, kwargs)
+            inputs = _inputs(entry, reading.arrays, call)
+            if entry.run is None:
+                entry = self.program.entries[key] = replace(entry, run=_own_jit(entry))
+            return call.finish(entry.after, entry.run(*inputs))
+
+    def _entry_of(
+        self, reading: Reading, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, Any]:
+        """Returns the entry for the call and its key; questions are answered on the way."""
+        program = self.program
+        answers: tuple[Any, ...] = ()
+        while True:
+            key = program.key(reading, call, args, kwargs), answers
+            with program.lock:
+                entry, question = program.entries.get(key), program.questions.get(key)
+                if entry is not None:
+                    program.entries.move_to_end(key)
+                    return entry, key
+                if question is None:
+                    program.make(answers, call, reading, args, kwargs)
+                    reading = program.free.again(reading)
+                    continue
+            asked, run, lifted = question
+            value = run(*(reading.arrays[i] for i in lifted), *call.leaves)[0]
+            answers += (asked.answer(value),)
+
+    def _fall_back(self, entry: Entry, error: Exception) -> Entry:
+        raise error
+
+
+def roads_of(program: Program) -> Roads:
+    """Returns the program's roads, one object however many views the program has."""
+    with program.lock:
+        if program.roads is None:
+            program.roads = Roads(program)
+    return program.roads
+
+
+def _inputs(entry: Entry, arrays: Any, call: Call) -> list[Any]:
+    return [*(arrays[i] for i in entry.lifted), *call.leaves]
+
+
+def _own_jit(entry: Entry) -> Any:
+    def run(*inputs: Any) -> list[Any]:
+        return evaluate(entry.jaxpr, list(inputs))
+
+    run.__name__ = run.__qualname__ = entry.name
+    return jax.jit(run, donate_argnums=entry.donated)
