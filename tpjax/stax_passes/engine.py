@@ -69,7 +69,7 @@ class _Run:
     log: _Log = field(default_factory=_Log)
     bodies: dict[int, tuple[_jax.Jaxpr, _jax.Jaxpr]] = field(default_factory=dict)
     """By id, the levels that were rewritten, so that a repeated layer is read once."""
-    built: dict[Any, Built] = field(default_factory=dict)
+    built: dict[Any, tuple[Any, "Built | Exception"]] = field(default_factory=dict)
 
 
 def rewriting_pass(
@@ -140,7 +140,11 @@ def _find(graph: Graph, run: _Run) -> dict[int, tuple[Any, Match]]:
         for node in graph.nodes:
             if node.name not in row.anchor:
                 continue
-            match = _look(row, graph, node, attempts)
+            try:
+                match = _look(row, graph, node, attempts)
+            except Exception as cause:
+                run.log.near_misses.append(_failed(row, node, cause))
+                continue
             if match is None:
                 continue
             if isinstance(match, Match):
@@ -205,25 +209,39 @@ def _build_all(
         except UnsupportedError:
             raise  # an implementation that was asked for by name: the caller must know
         except Exception as cause:
-            run.log.near_misses.append(_failed(graph, row, match, cause))
+            node = graph.node_of(root)
+            assert node is not None, "a root is made by a node"
+            run.log.near_misses.append(_failed(row, node, cause))
     return result
 
 
 def _build(graph: Graph, match: Match, run: _Run) -> Built:
     """Returns the replacement as a jaxpr of the root's type, made once for equal matches."""
     node = graph.node_of(match.root)
-    assert node is not None
+    assert node is not None, "a root is made by a node"
     avals = tuple(graph.avals[v] for v in match.operands)
     aval = graph.avals[match.root]
-    key = id(match.build), avals, aval, node.eqn.ctx
-    if key not in run.built or run.built[key].match.build is not match.build:
+    key = id(match.build), match.casts, avals, aval, node.eqn.ctx
+    if key not in run.built:
+        # beside the function, so that no other gets its id meanwhile
+        run.built[key] = match.build, _build_anew(node.eqn, match, avals, aval)
+    _, built = run.built[key]
+    if isinstance(built, Exception):
+        raise built
+    return Built(match, built.jaxpr, built.choices)
+
+
+def _build_anew(eqn: _jax.Equation, match: Match, avals: Any, aval: Any) -> "Built | Exception":
+    try:
         with record_choices() as choices:
-            jaxpr = _jax.traced_at(node.eqn, lambda *x: _of_type(aval, match, x), avals)
+            jaxpr = _jax.traced_at(eqn, lambda *x: _of_type(aval, match, x), avals)
         if jaxpr.effects:
             raise ValueError(f"the replacement has side effects: {jaxpr.effects}")
-        run.built[key] = Built(match, jaxpr, tuple(choices))
-    built = run.built[key]
-    return Built(match, built.jaxpr, built.choices)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        return error
+    return Built(match, jaxpr, tuple(choices))
 
 
 def _of_type(aval: Any, match: Match, operands: tuple[Any, ...]) -> Any:
@@ -243,12 +261,10 @@ def _of_type(aval: Any, match: Match, operands: tuple[Any, ...]) -> Any:
     return value
 
 
-def _failed(graph: Graph, row: Any, match: Match, cause: Exception) -> NearMiss:
-    """Returns the near miss of a row whose replacement cannot be used, and warns once of it."""
-    node = graph.node_of(match.root)
-    assert node is not None
+def _failed(row: Any, node: Node, cause: Exception) -> NearMiss:
+    """Returns the near miss of a row that raised at the node, and warns once of it."""
     reason = f"the rule raised {type(cause).__name__}: {cause}"
-    source = graph.source(match.root)
+    source = _jax.source_of(node.eqn)
     _warn_once(
         row, (node.name, source), f"{row.name}: {reason} (in place of {node.name}, {source})"
     )

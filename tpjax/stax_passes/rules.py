@@ -7,11 +7,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
-from tpjax.core import _jax
 from tpjax.core.errors import did_you_mean, message
 from tpjax.stax_passes.engine import Recogniser, rewriting_pass
 from tpjax.stax_passes.pipeline import CLEAN_UP
-from tpjax.stax_passes.report import Report, Tier
+from tpjax.stax_passes.report import Tier
 from tpjax.stax_passes.sweep import Pass
 from tpjax.stax_passes.unify import Rule
 
@@ -111,35 +110,24 @@ def inexact(rules: Iterable[Any]) -> str | None:
     return next((row.name for row in rules if getattr(row, "tier", "exact") != "exact"), None)
 
 
-def applying(rules: Sequence[Row]) -> Pass:
-    """Returns the pass `apply_rules`: each rule once, in order, over what those before it made."""
-    each = [rewriting_pass(row.name, (row,)) for row in rules]
-
-    def apply_rules(jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Report]:
-        before = _jax.count_equations(jaxpr)
-        reports: list[Report] = []
-        for run in each:
-            jaxpr, report = run(jaxpr)
-            reports.append(report)
-        hits = tuple(hit for report in reports for hit in report.hits)
-        misses = tuple(miss for report in reports for miss in report.near_misses)
-        after = reports[-1].equations_after if reports else before
-        return jaxpr, Report("apply_rules", hits, misses, before, after)
-
-    apply_rules.__doc__ = f"Applies {', '.join(row.name for row in rules)}."
-    return apply_rules
-
-
 def with_rules(
     passes: Sequence[Pass | tuple[Pass, ...]], rules: Sequence[Row]
 ) -> tuple[Pass | tuple[Pass, ...], ...]:
     """Returns the passes with the user's rules among them.
 
-    They run after the first `CLEAN_UP`, so that a pattern meets one spelling of an equation, and
-    before every built-in fusion, so that the user's rules win. Without a `CLEAN_UP` they run first.
+    They are one pass, `apply_rules`, after the first `CLEAN_UP`, so that a pattern meets one
+    spelling of an equation, and before every built-in fusion, so that the user's rules win. Without
+    a `CLEAN_UP` it runs first. Each place is rewritten once, by the first rule that matches it;
+    what a replacement computes is not looked at again, so no rule can loop.
+
+    Raises:
+      ValueError: the pattern of a rule can match nothing, or would match everything.
     """
     if not rules:
         return tuple(passes)
     at = next((i + 1 for i, entry in enumerate(passes) if entry == CLEAN_UP), 0)
-    rest = tuple(passes[at:])
-    return (*passes[:at], applying(rules), *(rest or (CLEAN_UP,)[: at > 0]))
+    for row in rules:
+        if isinstance(row, Rule):
+            row.check()
+    rest = tuple(passes[at:]) or (CLEAN_UP,)[: at > 0]
+    return (*passes[:at], rewriting_pass("apply_rules", tuple(rules)), *rest)

@@ -12,6 +12,7 @@ arguments may be. It is then traced at the types of these, once for each combina
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ SIZE = 8
 RANKS = (2, 3, 1, 4, 0, 5)
 CHECKED = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.bool_)))
 MAX_PROBES = 96
-"""Made-up or borrowed types at which a pattern that raises is tried before it is given up."""
+"""Made-up types at which a pattern that raises is tried; then it is tried at types it meets."""
 MAX_TYPES = 16
 """Combinations of types at which a pattern is traced at one candidate."""
 
@@ -154,10 +155,8 @@ class Rule:
                 self._trace(_made_up(self._base[0], (rank,) * count))
         if self._looks:
             return
-        types = list(dict.fromkeys(a for a in graph.avals if _kind(a) is not None))
-        budget = self._probes + MAX_PROBES
-        for avals in itertools.product(types, repeat=count):
-            if self._trace(avals) or self._probes >= budget:
+        for avals in _types_of(graph, count):
+            if self._probes >= 4 * MAX_PROBES or self._trace(avals):
                 return
 
     def _first(self, dtypes: list[Any], ranks: tuple[int, ...]) -> Any:
@@ -264,6 +263,15 @@ def _kind(aval: Any) -> Any:
         if jnp.issubdtype(dtype, kind):
             return like
     return None
+
+
+def _types_of(graph: Graph, count: int) -> Iterator[tuple[Any, ...]]:
+    """Yields types of the graph for the arguments: the commonest first, alike before mixed."""
+    types = Counter(aval for aval in graph.avals if _kind(aval) is not None)
+    common = [aval for aval, _ in types.most_common(MAX_PROBES)]
+    yield from ((aval,) * count for aval in common)
+    if count > 1:
+        yield from itertools.product(common[: round(MAX_PROBES ** (1 / count))], repeat=count)
 
 
 def _is_key(dtype: Any) -> bool:
