@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any, TypedDict
 
 from tpjax.core.errors import did_you_mean, message
-from tpjax.stax_passes.rules import Row, inexact
+from tpjax.stax_passes.plugins import PASS_GROUP, RULE_GROUP, check_names
+from tpjax.stax_passes.rules import Row, demand_exact
 
 DEFAULT, EXACT = "default", "exact"
 MODES = (DEFAULT, EXACT)
@@ -57,13 +58,12 @@ def _are_passes(value: Any) -> bool:
         return True
     if not isinstance(value, tuple | list):
         return False
-    return all(
-        callable(p) or (isinstance(p, tuple | list) and all(map(callable, p))) for p in value
-    )
+    flat = [q for p in value for q in (p if isinstance(p, tuple | list) else (p,))]
+    return all(isinstance(p, str) or callable(p) for p in flat)
 
 
 def _are_rules(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(isinstance(r, Row) for r in value)
+    return isinstance(value, tuple | list) and all(isinstance(r, Row | str) for r in value)
 
 
 def _is_bool(value: Any) -> bool:
@@ -82,16 +82,16 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "passes",
         None,
-        "a tuple of passes, or None",
+        "a tuple of passes or their names, or None",
         _are_passes,
         "The passes to run, in order; None means those of `mode`. Not together with a mode.",
     ),
     Option(
         "rules",
         (),
-        "a tuple of rules (tpjax.rule)",
+        "a tuple of rules (tpjax.rule) or their names",
         _are_rules,
-        "Rules of your own, applied in order before the built-in fusions.",
+        "Rules of your own (`tpjax.rule`), which run before the built-in fusions.",
     ),
     Option(
         "strict",
@@ -162,12 +162,10 @@ def resolve(given: Mapping[str, Any]) -> Mapping[str, Any]:
             f"compile: passes and mode={given['mode']!r} exclude each other, as a mode is a "
             "choice of passes. Leave one of them out."
         )
-    loose = inexact(given.get("rules", ()))
-    if loose is not None and given.get("mode", DEFAULT) == EXACT:
-        raise ValueError(
-            f"compile: mode='exact' keeps every bit, and the rule {loose} is of tier 'close'. "
-            "Leave the mode out, or make the rule with tier='exact' if the bits stay the same."
-        )
+    check_names(PASS_GROUP, given.get("passes"))
+    check_names(RULE_GROUP, given.get("rules"))
+    if given.get("mode", DEFAULT) == EXACT:
+        demand_exact(given.get("rules", ()))
     return MappingProxyType({option.name: option.default for option in OPTIONS} | dict(given))
 
 

@@ -37,8 +37,9 @@ from tpjax.stax.options import EXACT, resolve
 from tpjax.stax.questions import Question, may_ask
 from tpjax.stax.static import SameObject, Static, static_of
 from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES, optimize
+from tpjax.stax_passes.plugins import PASS_GROUP, RULE_GROUP, named
 from tpjax.stax_passes.report import Report
-from tpjax.stax_passes.rules import with_rules
+from tpjax.stax_passes.rules import demand_exact, with_rules
 
 MAX_ENTRIES = 256
 """Entries that one compiled function keeps; the least recently used goes first."""
@@ -98,7 +99,10 @@ class Program:
         passes = self.options["passes"]
         if passes is None:
             passes = (CLEAN_UP,) if self.options["mode"] == EXACT else PASSES
-        return with_rules(passes, self.options["rules"])
+        rules = named(RULE_GROUP, self.options["rules"])
+        if self.options["mode"] == EXACT:
+            demand_exact(rules)  # of a rule by name, the tier is known once it is loaded
+        return with_rules(named(PASS_GROUP, passes), rules)
 
     def read(self, args: tuple[Any, ...]) -> Reading:
         """Returns the function's free values now."""

@@ -105,9 +105,15 @@ def _name_of(pattern: Callable[..., Any], replacement: Callable[..., Any]) -> st
     return f"rule at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
-def inexact(rules: Iterable[Any]) -> str | None:
-    """Returns the name of the first rule that does not keep every bit, or None."""
-    return next((row.name for row in rules if getattr(row, "tier", "exact") != "exact"), None)
+def demand_exact(rules: Iterable[Any]) -> None:
+    """Raises `ValueError` for a rule that `mode="exact"` cannot run."""
+    for row in rules:
+        if isinstance(row, Row) and row.tier != "exact":
+            raise ValueError(
+                f"compile: mode='exact' keeps every bit, and the rule {row.name} is of tier "
+                f"{row.tier!r}. Leave the mode out, or make the rule with tier='exact' if the bits "
+                "stay the same."
+            )
 
 
 def with_rules(
