@@ -18,6 +18,24 @@ GONE = "nothing"
 """What a path is said to be in an entry that does not have it."""
 
 
+class Key:
+    """What an entry is found by; the hash of a large graph of modules is computed once."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, *value: Any) -> None:
+        self.value = value
+        self._hash = hash(value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Key) and self._hash == other._hash and self.value == other.value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 @dataclass(frozen=True)
 class Entry:
     """One specialisation: the call it was made for, and the program that runs such calls."""
@@ -30,6 +48,7 @@ class Entry:
     as_written: str | None = None
     """Why the original program runs in place of the rewritten one, or None."""
     name: str = ""
+    key: Any = field(default=None, repr=False)
     jaxpr: Any = field(default=None, repr=False)
     original: Any = field(default=None, repr=False)
     """The jaxpr as captured, with the same inputs."""

@@ -110,36 +110,43 @@ def taken_apart(
     modules, others, put_back, shape = _take_out((named, args, dict(kwargs)))
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as outside:
-            graphdef, state = outside.split(modules)
-        state_leaves, state_tree = jax.tree.flatten(state)
+            graphdef, values = outside.flatten(modules, with_paths=False)
+            variables = [x for x in outside.ref_index if isinstance(x, nnx.Variable)]
+        state_leaves, state_tree = jax.tree.flatten(values)
         count = len(state_leaves)
 
-        def pure(*leaves: Any) -> tuple[list[Any], Any]:
+        def pure(*leaves: Any) -> tuple[list[Any], dict[str, Any]]:
             after: dict[str, Any] = {}
             with nnx.merge_context(_TAG, True) as inside:
-                merged = inside.merge(graphdef, jax.tree.unflatten(state_tree, leaves[:count]))
+                state = jax.tree.unflatten(state_tree, leaves[:count])
+                merged = inside.unflatten(graphdef, state)
             before = nnx.graphdef(merged)
             fn_named, fn_args, fn_kwargs = put_back(merged, leaves[count:])
             result = function(fn_named)(*fn_args, **fn_kwargs)
-            made, values, after["put_back"], _ = _take_out(result)
-            after["same"] = not made and nnx.graphdef(merged) == before
+            made, results, after["put_back"], _ = _take_out(result)
+            after["stable"] = not made and nnx.graphdef(merged) == before
             with nnx.split_context(_TAG) as inside:
-                after["graphdef"], new_state = inside.split((merged, made))
-            new_leaves, after["tree"] = jax.tree.flatten(new_state)
+                after["graphdef"], new_values = inside.flatten((merged, made), with_paths=False)
+            new_leaves, after["tree"] = jax.tree.flatten(new_values)
             after["size"] = len(new_leaves)
-            return [*new_leaves, *values], after
+            return [*new_leaves, *results], after
 
         def settle(jaxpr: Any, after: dict[str, Any]) -> dict[str, Any]:
-            pairs = zip(jaxpr.outvars[: after["size"]], jaxpr.invars[:count], strict=False)
-            return after | {"same": after["same"] and all(new is old for new, old in pairs)}
+            new, old = jaxpr.outvars[: after["size"]], jaxpr.invars[:count]
+            one_each = len(variables) == len(values) == count
+            stable = after["stable"] and after["tree"] == state_tree and one_each
+            changed = [i for i, (a, b) in enumerate(zip(new, old, strict=False)) if a is not b]
+            return after | {"changed": changed if stable else None}
 
         def finish(after: dict[str, Any], results: list[Any]) -> Any:
             size = after["size"]
-            if after["same"]:
+            if after["changed"] is not None:  # nothing but values: no need to build the graph anew
+                for i in after["changed"]:
+                    variables[i].set_raw_value(results[i])
                 return after["put_back"]((), results[size:])
-            new_state = jax.tree.unflatten(after["tree"], results[:size])
+            new_values = jax.tree.unflatten(after["tree"], results[:size])
             with nnx.merge_context(_TAG, False) as outside:
-                _, made = outside.merge(after["graphdef"], new_state)
+                _, made = outside.unflatten(after["graphdef"], new_values)
             return after["put_back"](made, results[size:])
 
         pure.__name__ = pure.__qualname__ = name

@@ -25,6 +25,7 @@ from tpjax.stax import modules
 from tpjax.stax.capture import Call, CaptureError, capture, donated_inputs, evaluate, take_apart
 from tpjax.stax.entries import (
     Entry,
+    Key,
     Recompiles,
     answers_in,
     recompiles_of,
@@ -138,11 +139,11 @@ class Program:
         else:
             yield take_apart(fn, rest, named)
 
-    def key(self, reading: Reading, call: Call, args: Any, kwargs: Any) -> Any:
+    def key(self, reading: Reading, call: Call, args: Any, kwargs: Any) -> Key:
         """Returns everything that an entry for the call depends on, besides answers."""
         avals = tuple(jax.typeof(x) for x in (*reading.arrays, *call.leaves))
         static = self.static.key(args, kwargs)
-        return reading.key, call.key, avals, static, _jax.trace_context()
+        return Key(reading.key, call.key, avals, static, _jax.trace_context())
 
     def make(
         self,
@@ -185,8 +186,9 @@ class Program:
             lifted=tuple(lifted),
             donated=tuple(i for i, flag in enumerate(flags) if flag),
             name=self.name,
+            key=(key, answers),
         )
-        self.entries[key, answers] = entry
+        self.entries[entry.key] = entry
         self._history.append((entry.number, entry.signature))
         if len(self.entries) > MAX_ENTRIES:
             self.entries.popitem(last=False)

@@ -90,7 +90,7 @@ class Roads:
                 except _KeyedRoadError:
                     break
         with self.program.taken_apart(args, kwargs, reading) as call:
-            entry = self._entry_of(reading, call, args, kwargs)[0]
+            entry = self._entry_of(reading, call, args, kwargs)
             return _own_jit(entry).lower(*_inputs(entry, reading.arrays, call))
 
     def _variant(self, reading: Reading) -> _Variant:
@@ -165,7 +165,7 @@ class Roads:
                 if entry is None:
                     entry = program.make((), call, state.reading, args, kwargs, keep)
                 else:
-                    program.entries.move_to_end(key)
+                    program.entries.move_to_end(entry.key)
             if entry is None:
                 raise _KeyedRoadError
             state.made = entry
@@ -197,30 +197,36 @@ class Roads:
             variant.jit = None
             raise _DonationError
 
-    def _run_keyed(self, reading: Reading, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run_keyed(
+        self, reading: Reading, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         with self.program.taken_apart(args, kwargs, reading) as call:
-            entry, key = self._entry_of(reading, call, args, kwargs)
+            entry = self._entry_of(reading, call, args, kwargs)
             inputs = _inputs(entry, reading.arrays, call)
             if entry.run is None:
-                entry = self.program.entries[key] = replace(entry, run=_own_jit(entry))
+                entry = replace(entry, run=_own_jit(entry))
+                self.program.entries[entry.key] = entry
             return call.finish(entry.after, entry.run(*inputs))
 
     def _entry_of(
         self, reading: Reading, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Entry, Any]:
-        """Returns the entry for the call and its key; questions are answered on the way."""
+    ) -> Entry:
+        """Returns the entry for the call; questions are answered on the way."""
         program = self.program
-        answers: tuple[Any, ...] = ()
+        key, answers = program.key(reading, call, args, kwargs), ()
         while True:
-            key = program.key(reading, call, args, kwargs), answers
             with program.lock:
-                entry, question = program.entries.get(key), program.questions.get(key)
+                entry = program.entries.get((key, answers))
                 if entry is not None:
-                    program.entries.move_to_end(key)
-                    return entry, key
+                    program.entries.move_to_end(entry.key)
+                    return entry
+                question = program.questions.get((key, answers))
                 if question is None:
-                    program.make(answers, call, reading, args, kwargs)
-                    reading = program.free.again(reading)
+                    entry = program.make(answers, call, reading, args, kwargs)
+                    if entry is not None:
+                        return entry
+                    reading = program.free.again(reading)  # capturing may have added guards
+                    key = program.key(reading, call, args, kwargs)
                     continue
             asked, run, lifted = question
             value = run(*(reading.arrays[i] for i in lifted), *call.leaves)[0]
