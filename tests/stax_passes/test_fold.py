@@ -31,6 +31,7 @@ NP = np.asarray([[1, 2, 3], [4, 5, 6]], np.float32)
 FOLDS: list[tuple[str, Any, list[str]]] = [
     ("2 + 3", lambda: jnp.int32(2) + jnp.int32(3), []),
     ("floats", lambda: (jnp.float32(2) + 3) * 0.5 - 1, []),
+    ("Python floats", lambda: jnp.full((), 2.0) * 3.0 + 1.0, []),
     ("iota", lambda: jnp.arange(6) * 2 + 1, []),
     ("a mask", lambda: jnp.arange(4)[:, None] >= jnp.arange(4)[None, :], []),
     ("equal numbers", lambda: jnp.zeros((2, 3)) + 1, ["broadcast_in_dim"]),

@@ -257,7 +257,7 @@ class _Folder:
 
     def _value(self, atom: Atom) -> np.ndarray:
         if isinstance(atom, _jax.Literal):
-            return np.asarray(atom.val)
+            return np.asarray(atom.val, _jax.array_type(atom).dtype)  # of a Python float too
         value = self.known[atom]
         if isinstance(value, _jax.Equation):
             value = self.known[atom] = compute(value, [self._value(a) for a in value.invars])
