@@ -9,7 +9,6 @@ mended in one place. `tpjax.pallas._mgpu` is its counterpart for kernels.
 import functools
 import os
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -301,65 +300,6 @@ def edited(jaxpr: Jaxpr, eqns: list[Equation], outvars: list[Any]) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
 
-def narrowed(jaxpr: Jaxpr, eqns: list[Equation], ins: list[bool], outs: list[bool]) -> Jaxpr:
-    """Returns the jaxpr with other equations and only the inputs and results marked True.
-
-    Constants that nothing reads are left out too. An input that an effect names must be kept.
-    """
-    result = [v for v, keep in zip(jaxpr.outvars, outs, strict=True) if keep]
-    read = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} | named_by_effects(jaxpr)
-    read.update(v for v in result if isinstance(v, Var))
-    pairs = zip(jaxpr.constvars, jaxpr.consts, strict=True)
-    kept = [(var, value) for var, value in pairs if var in read]
-    names = jaxpr.debug_info
-    return jaxpr.replace(
-        constvars=[var for var, _ in kept],
-        consts=[value for _, value in kept],
-        invars=[v for v, keep in zip(jaxpr.invars, ins, strict=True) if keep],
-        outvars=result,
-        eqns=eqns,
-        debug_info=names._replace(
-            arg_names=names.filter_arg_names(ins), result_paths=names.filter_result_paths(outs)
-        ),
-    )
-
-
-_BY_INPUT = {"jit": ("in_shardings", "in_layouts", "donated_invars"), "shard_map": ("in_specs",)}
-_BY_OUTPUT = {"jit": ("out_shardings", "out_layouts"), "shard_map": ("out_specs",)}
-
-
-def narrowed_call(
-    eqn: Equation, bodies: list[Jaxpr], ins: list[bool], outs: list[bool]
-) -> Equation:
-    """Returns the equation with narrowed bodies, for the operands and results marked True.
-
-    `ins` is in the order of the equation's operands, as `outs` is in that of its results.
-    """
-    name = "jit" if eqn.primitive.name == "pjit" else eqn.primitive.name
-    eqn = with_subjaxprs(eqn, bodies)
-    params = eqn.params
-    for key in _BY_INPUT.get(name, ()):
-        params[key] = _keep(params[key], ins)
-    for key in _BY_OUTPUT.get(name, ()):
-        params[key] = _keep(params[key], outs)
-    if name == "scan":
-        params["ft_in"] = params["ft_in"].filter_with_mask(ins)
-        params["ft_out"] = params["ft_out"].filter_with_mask(outs)
-    if name == "while":
-        cond, body = params["cond_nconsts"], params["body_nconsts"]
-        params["cond_nconsts"] = sum(ins[:cond])
-        params["body_nconsts"] = sum(ins[cond : cond + body])
-    if isinstance(params.get("prevent_cse"), tuple):
-        params["prevent_cse"] = _keep(params["prevent_cse"], ins)
-    return eqn.replace(
-        invars=list(_keep(eqn.invars, ins)), outvars=list(_keep(eqn.outvars, outs)), params=params
-    )
-
-
-def _keep(values: Any, keep: list[bool]) -> tuple[Any, ...]:
-    return tuple(v for v, k in zip(values, keep, strict=True) if k)
-
-
 def loop_parts(eqn: Equation) -> tuple[int, int]:
     """Returns how many operands of a scan are constants, and how many are carried."""
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -376,58 +316,18 @@ def trace_context() -> tuple[Any, ...]:
     return tuple(_config.trace_context())
 
 
-def lifted(jaxpr: Jaxpr, values: Sequence[Any]) -> tuple[Jaxpr, list[int]]:
-    """Returns the jaxpr with those of its constants that are among `values` as first inputs.
-
-    Also returns which of the values they are, in order. Constants are compared by identity.
-    """
-    index = {id(value): i for i, value in enumerate(values)}
-    pairs = list(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-    found = [(index[id(const)], var) for var, const in pairs if id(const) in index]
-    if not found:
-        return jaxpr, []
-    kept = [(var, const) for var, const in pairs if id(const) not in index]
-    names = jaxpr.debug_info
-    if names.arg_names is not None:
-        names = names._replace(arg_names=("",) * len(found) + tuple(names.arg_names))
-    made = jaxpr.replace(
-        constvars=[var for var, _ in kept],
-        consts=[const for _, const in kept],
-        invars=[*(var for _, var in found), *jaxpr.invars],
-        debug_info=names,
-    )
-    return made, [i for i, _ in found]
+def has_type(x: Any) -> bool:
+    """Returns whether JAX can take the value as an array."""
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True
 
 
 def batched_type(aval: Any, size: int, mesh_axis: Any) -> Any:
     """Returns the type of arrays of type `aval` stacked along a new leading axis."""
     return _core.unmapped_aval(size, 0, aval, mesh_axis)
-
-
-def without_effects(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the jaxpr with only the equations that its results need."""
-    needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
-    kept = []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in needed for v in eqn.outvars):
-            kept.append(eqn)
-            needed.update(v for v in eqn.invars if isinstance(v, Var))
-    return jaxpr.replace(eqns=kept[::-1])
-
-
-def inner_constants(jaxpr: Jaxpr) -> list[Any]:
-    """Returns the constants of all bodies inside the jaxpr."""
-    found: list[Any] = []
-    seen: set[int] = set()
-    stack = list(jaxpr.eqns)
-    while stack:
-        for value in stack.pop().params.values():
-            for body in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(body, Jaxpr) and id(body) not in seen:
-                    seen.add(id(body))
-                    found.extend(body.consts)
-                    stack.extend(body.eqns)
-    return found
 
 
 def tangent_type(x: Any) -> Any:

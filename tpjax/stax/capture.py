@@ -71,7 +71,7 @@ class Captured:
     """Arrays, not traced, whose numbers the code turned into Python values."""
 
 
-def capture(call: Call, answers: tuple[Any, ...] | None = ()) -> Captured:
+def captured_from(call: Call, answers: tuple[Any, ...] | None = ()) -> Captured:
     """Traces the call.
 
     Args:

@@ -3,7 +3,7 @@
 """The entries of a compiled function: what each was made for, and why no earlier one would do."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,19 @@ def signature_of(
     for name, value in _named(fn, args, kwargs).items():
         found |= {name: repr(value)} if name in static else signature_of_value(name, value)
     return found | _context()
+
+
+def leaves_by_path(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    static: tuple[str, ...] = (),
+) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of the arguments that are not static, each with its path."""
+    for name, value in _named(fn, args, kwargs).items():
+        if name not in static:
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+                yield name + jax.tree_util.keystr(keys), leaf
 
 
 def signature_of_value(name: str, value: Any) -> dict[str, str]:

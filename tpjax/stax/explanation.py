@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from tpjax.core import _jax
+from tpjax.core import _jax, parts
 from tpjax.core.operator import Choice
 from tpjax.stax.cost import ProgramCost, cost_of
 from tpjax.stax_passes.report import Hit, NearMiss, Report
@@ -132,7 +132,7 @@ class Explanation:
         replaced = {id(choice) for hit in hits for choice in hit.choices}
         called = [choice for choice in direct if id(choice) not in replaced]
         choices = [*called, *(choice for hit in hits for choice in hit.choices)]
-        constants = (*original.consts, *_jax.inner_constants(original))
+        constants = (*original.consts, *parts.inner_constants(original))
         misses = dict.fromkeys(miss for report in everything for miss in report.near_misses)
         return cls(
             name,

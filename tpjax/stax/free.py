@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpjax.core import _jax
+from tpjax.core import parts
 from tpjax.stax.capture import Captured
 from tpjax.stax.finding import MISSING, Finder, Same, Watch
 
@@ -92,7 +92,7 @@ class FreeValues:
         if not reading.arrays:
             return
         read, inner = (
-            {id(x) for x in xs} for xs in (captured.read, _jax.inner_constants(captured.jaxpr))
+            {id(x) for x in xs} for xs in (captured.read, parts.inner_constants(captured.jaxpr))
         )
         by_value = {path for x, path in reading.by_path() if id(x) in read}
         by_identity = {path for x, path in reading.by_path() if id(x) in inner} - by_value
@@ -112,9 +112,9 @@ class FreeValues:
         reading = self._guarded(reading)
         if now is not None and now.key != reading.key:
             then, later = dict(reading.key), dict(now.key)
-            changed = {p for p in (*then, *later) if then.get(p, MISSING) != later.get(p, MISSING)}
+            changed = [p for p in (*then, *later) if then.get(p, MISSING) != later.get(p, MISSING)]
             places = {**reading.places, **now.places}
-            self.written |= {places[path] if path in places else path for path in changed}
+            self.written |= {str(places.get(path, path)) for path in changed}
             self._last = None
             return self._guarded(reading)
         return reading

@@ -18,16 +18,24 @@ from typing import Any
 
 import jax
 
-from tpjax.core import _jax
+from tpjax.core import _jax, parts
 from tpjax.core.errors import UnsupportedError
 from tpjax.pallas.dispatch import record_choices
 from tpjax.stax import modules
-from tpjax.stax.capture import Call, CaptureError, capture, donated_inputs, evaluate, take_apart
+from tpjax.stax.capture import (
+    Call,
+    CaptureError,
+    captured_from,
+    donated_inputs,
+    evaluate,
+    take_apart,
+)
 from tpjax.stax.entries import (
     Entry,
     Key,
     Recompiles,
     answers_in,
+    leaves_by_path,
     recompiles_of,
     signature_of,
     signature_of_value,
@@ -141,9 +149,23 @@ class Program:
 
     def key(self, reading: Reading, call: Call, args: Any, kwargs: Any) -> Key:
         """Returns everything that an entry for the call depends on, besides answers."""
-        avals = tuple(jax.typeof(x) for x in (*reading.arrays, *call.leaves))
+        try:
+            avals = tuple(jax.typeof(x) for x in (*reading.arrays, *call.leaves))
+        except TypeError:
+            self.check_arguments(args, kwargs)
+            raise
         static = self.static.key(args, kwargs)
         return Key(reading.key, call.key, avals, static, _jax.trace_context())
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises if an argument that is not static is no array."""
+        for path, leaf in leaves_by_path(self.fn, args, kwargs, self.static.argnames):
+            if not _jax.has_type(leaf) and not isinstance(leaf, SameObject):
+                raise TypeError(
+                    f"compile: argument {path} of {self.name} must be an array or a number; got "
+                    f"{leaf!r:.60} ({type(leaf).__name__}). Name it in static_argnames if the "
+                    "function needs it as a Python value."
+                )
 
     def make(
         self,
@@ -164,13 +186,13 @@ class Program:
           kwargs: the call's, for people.
           check: sees the jaxpr as captured before it is rewritten; what it raises ends the making.
         """
-        captured = capture(call, None if self.options["strict"] else answers)
-        jaxpr, lifted = _jax.lifted(captured.jaxpr, reading.arrays)
+        captured = captured_from(call, None if self.options["strict"] else answers)
+        jaxpr, lifted = parts.lifted(captured.jaxpr, reading.arrays)
         self.free.guard(reading, captured)
         reading = self.free.again(reading, self.read(args))
         key = self.key(reading, call, args, kwargs)
         if captured.question is not None:
-            run = jax.jit(functools.partial(_evaluated, _jax.without_effects(jaxpr)))
+            run = jax.jit(functools.partial(_evaluated, parts.without_effects(jaxpr)))
             self.questions[key, answers] = captured.question, run, tuple(lifted)
             return None
         check(captured.jaxpr)
@@ -259,7 +281,7 @@ class Program:
             entry = self._inlined.get(key) if nested is None else None
             if entry is None:
                 try:
-                    entry = self._capture_inline(call, reading, key)
+                    entry = self._capture_inline(call, reading, args, kwargs)
                 except CaptureError:
                     if not may_ask():
                         raise
@@ -272,13 +294,15 @@ class Program:
         # A compiled function around this one can answer what its code asks.
         return self._function(reading, reading.modules)(*args, **kwargs)
 
-    def _capture_inline(self, call: Call, reading: Reading, key: Any) -> Entry:
-        captured = capture(call, None)
-        jaxpr, lifted = _jax.lifted(captured.jaxpr, reading.arrays)
+    def _capture_inline(self, call: Call, reading: Reading, args: Any, kwargs: Any) -> Entry:
+        captured = captured_from(call, None)
+        jaxpr, lifted = parts.lifted(captured.jaxpr, reading.arrays)
+        self.free.guard(reading, captured)
+        key = self.key(self.free.again(reading, self.read(args)), call, args, kwargs)
         jaxpr, reports = self.rewrite(jaxpr)
         entry = Entry(0, {}, reports, jaxpr=jaxpr, after=captured.after, lifted=tuple(lifted))
         of_caller = any(map(_jax.is_tracer, jaxpr.consts))
-        if _nested.get() is None and not of_caller and not captured.read:
+        if _nested.get() is None and not of_caller:
             with self.lock:
                 self._inlined[key] = entry
                 if len(self._inlined) > MAX_ENTRIES:
@@ -310,10 +334,10 @@ class Program:
             can_answer = known and not self.options["strict"] and _jax.at_top_level()
             answers: tuple[Any, ...] = ()
             while True:
-                captured = capture(call, answers if can_answer else None)
+                captured = captured_from(call, answers if can_answer else None)
                 if captured.question is None:
                     break
-                asked = evaluate(_jax.without_effects(captured.jaxpr), call.leaves)[0]
+                asked = evaluate(parts.without_effects(captured.jaxpr), call.leaves)[0]
                 answers += (captured.question.answer(asked),)
             yield captured.jaxpr
 

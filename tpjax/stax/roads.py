@@ -66,6 +66,7 @@ class Roads:
             except (TypeError, ValueError):
                 # A module need not be a pytree that jit can take.
                 if not modules.any_module((args, kwargs)):
+                    self.program.check_arguments(args, kwargs)
                     raise
             variant.keyed = True
         return self._run_keyed(reading, args, kwargs)
@@ -197,9 +198,7 @@ class Roads:
             variant.jit = None
             raise _DonationError
 
-    def _run_keyed(
-        self, reading: Reading, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _run_keyed(self, reading: Reading, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with self.program.taken_apart(args, kwargs, reading) as call:
             entry = self._entry_of(reading, call, args, kwargs)
             inputs = _inputs(entry, reading.arrays, call)

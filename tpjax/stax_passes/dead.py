@@ -10,7 +10,7 @@ need.
 from operator import or_
 from typing import Any
 
-from tpjax.core import _jax
+from tpjax.core import _jax, parts
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.sweep import Log
 
@@ -126,7 +126,7 @@ class _Dropper:
         same = same and len(eqns) == len(jaxpr.eqns) and all(ins) and all(outs)
         if same and read.union(_jax.named_by_effects(jaxpr)).issuperset(jaxpr.constvars):
             return jaxpr
-        return _jax.narrowed(jaxpr, eqns, list(ins), list(outs))
+        return parts.narrowed(jaxpr, eqns, list(ins), list(outs))
 
     def _keep_call(self, eqn: _jax.Equation, ins: Flags, outs: Flags) -> _jax.Equation:
         bodies = _jax.subjaxprs(eqn)
@@ -146,7 +146,7 @@ class _Dropper:
             return eqn
         if not (all(ins) and all(outs)):
             self.log.hit("unused_operand_or_result", eqn)
-        return _jax.narrowed_call(eqn, new, list(ins), list(outs))
+        return parts.narrowed_call(eqn, new, list(ins), list(outs))
 
 
 def _variables(atoms: list[Any], marks: Flags) -> set[_jax.Var]:

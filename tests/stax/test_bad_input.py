@@ -1,0 +1,156 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be compiled raises one clear error; what can, works as plain JAX does."""
+
+import gc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpjax
+from tests.harness import assert_close, inputs
+from tpjax.stax.capture import CaptureError
+
+X = inputs("f32[4]", 0)
+
+
+def test_arguments_that_are_no_arrays() -> None:
+    compiled = tpjax.compile(lambda x, mode: x * 2 if mode == "double" else x)
+    with pytest.raises(TypeError, match=r"mode.*'double'.*static_argnames"):
+        compiled(X, "double")
+    with pytest.raises(TypeError, match=r"mode\['a'\].*object.*static_argnames"):
+        compiled(X, {"a": object()})
+    static = tpjax.compile(lambda x, mode: x * 2 if mode == "double" else x, static_argnames="mode")
+    assert_close("static", static(X, "double"), 2 * X, 0)
+    with pytest.raises(ValueError, match="hash"):
+        static(X, ["unhashable"])
+
+
+def test_python_flags_work() -> None:
+    def attend(x: Any, *, causal: bool = False, steps: int = 1) -> Any:
+        for _ in range(steps):
+            x = x * 2 if causal else x + 1
+        return x
+
+    compiled = tpjax.compile(attend)
+    for causal in (True, False):
+        for steps in (1, 2):
+            actual = compiled(X, causal=causal, steps=steps)
+            assert_close("flags", actual, attend(X, causal=causal, steps=steps), 0)
+    assert len(compiled.entries()) == 4
+
+
+def test_results_that_are_no_arrays() -> None:
+    with pytest.raises(TypeError, match=r"must return arrays.*'abc' \(str\) at result\['name'\]"):
+        tpjax.compile(lambda x: {"x": x, "name": "abc"})(X)
+    with pytest.raises(TypeError, match="must return arrays"):
+        jax.jit(tpjax.compile(lambda x: object()))(X)
+    result = tpjax.compile(lambda x: {"a": 2, "b": None, "x": x})(X)
+    assert (int(result["a"]), result["b"]) == (2, None)
+
+
+def test_not_traceable() -> None:
+    with pytest.raises(CaptureError, match=r"NumPy array.*test_bad_input.py:\d+"):
+        tpjax.compile(lambda x: np.sin(x))(X)
+
+
+def test_cyclic_pytrees() -> None:
+    cyclic: list[Any] = [X]
+    cyclic.append(cyclic)
+    compiled = tpjax.compile(lambda xs: xs[0])
+    with pytest.raises((RecursionError, SystemError, ValueError, TypeError)):
+        compiled(cyclic)
+    assert_close("the next call", compiled([X]), X, 0)
+
+
+def test_deleted_and_donated_arrays() -> None:
+    compiled = tpjax.compile(lambda x: x + 1)
+    x = jnp.ones(3)
+    x.delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        compiled(x)
+    weight = jnp.ones(3)
+    free = tpjax.compile(lambda x: x * weight)
+    free(jnp.ones(3))
+    weight.delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        free(jnp.ones(3))
+    weight = 2 * jnp.ones(3)
+    assert_close("the next call", free(jnp.ones(3)), 2 * jnp.ones(3), 0)
+
+
+def test_leaked_tracers() -> None:
+    leaked: list[Any] = []
+
+    @tpjax.compile
+    def leaks(x: Any) -> Any:
+        leaked.append(x)
+        return x
+
+    leaks(X)
+    for fn in (lambda x: x + leaked[0], lambda x: leaked[0]):
+        with pytest.raises(jax.errors.UnexpectedTracerError):
+            tpjax.compile(fn)(X)
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        tpjax.compile(lambda x: x + 1)(leaked[0])
+
+
+def test_prints_and_mutation_happen_when_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: dict[str, int] = {}
+
+    @tpjax.compile
+    def noisy(x: Any) -> Any:
+        print("tracing")
+        seen["calls"] = seen.get("calls", 0) + 1
+        return x + seen["calls"]
+
+    for _ in range(3):
+        assert_close("as traced", noisy(X), X + 1, 0)
+    assert capsys.readouterr().out == "tracing\n"
+
+
+def test_huge_constants_are_not_copied() -> None:
+    table = jnp.zeros((1024, 1024))
+    numpy_table = np.zeros((1024, 1024), np.float32)
+    compiled = tpjax.compile(lambda i: table[i] + jnp.take(numpy_table, i, axis=0))
+    assert compiled(3).shape == (1024,)
+    assert "closure table: float32[1024,1024]" in str(compiled.explain(3))
+
+
+def test_entries_do_not_keep_arguments_alive() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.weight = jnp.ones(3)
+
+        @tpjax.compile
+        def run(self, x: Any) -> Any:
+            return x * self.weight
+
+    import weakref
+
+    holder = Holder()
+    holder.run(jnp.ones(3))
+    alive = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert alive() is None
+
+
+def test_errors_inside_jax_come_through() -> None:
+    compiled = tpjax.compile(lambda x, y: x @ y)
+    with pytest.raises(TypeError, match="dot_general"):
+        compiled(jnp.ones((2, 3)), jnp.ones((2, 3)))
+    assert compiled(jnp.ones((2, 3)), jnp.ones((3, 2))).shape == (2, 2)
+
+
+def test_recursion_of_a_compiled_function() -> None:
+    @tpjax.compile
+    def power(x: Any, n: Any) -> Any:
+        return x if n == 0 else power(x * x, n - 1)
+
+    static = tpjax.compile(lambda x, n: x if n == 0 else static(x * x, n - 1), static_argnums=1)
+    assert_close("static", static(X, 3), X**8, 1e-6)
+    assert_close("asked", power(X, 3), X**8, 1e-6)
