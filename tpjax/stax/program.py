@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -271,6 +272,29 @@ class Program:
         if strict:
             demand_kernels(self.name, result[1])
         return result
+
+    def verified(self, entry: Entry, inputs: list[Any]) -> Entry:
+        """Returns the entry if it computes what the original does on the inputs, else that one.
+
+        Raises:
+          StrictError: it does not, under `strict`.
+        """
+        from tpjax.stax.verify import check
+
+        difference = check(self.name, entry.original, self.passes(), inputs)
+        if difference is None:
+            return entry
+        if self.options["strict"]:
+            raise StrictError(f"compile: strict=True, and {difference.message(self.name)}")
+        warnings.warn(difference.message(self.name), stacklevel=4)
+        return self.as_written(entry, difference.message(self.name))
+
+    def as_written(self, entry: Entry, reason: str) -> Entry:
+        """Makes the original program run in place of the entry's, and returns that entry."""
+        entry = replace(entry, jaxpr=entry.original, run=None, as_written=reason)
+        with self.lock:
+            self.entries[entry.key] = entry
+        return entry
 
     def inline(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the rewritten equations under whatever trace is on."""

@@ -202,6 +202,8 @@ class Roads:
         with self.program.taken_apart(args, kwargs, reading) as call:
             entry = self._entry_of(reading, call, args, kwargs)
             inputs = _inputs(entry, reading.arrays, call)
+            if self.program.options["verify"] and entry.as_written is None:
+                entry = self.program.verified(entry, inputs)
             if entry.run is None:
                 entry = replace(entry, run=_own_jit(entry))
                 self.program.entries[entry.key] = entry
