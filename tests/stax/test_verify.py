@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""`verify` names the first wrong equation and shows it by a file; it leaves honest programs alone."""
+"""`verify` names the first wrong equation, shows it by a file, and leaves honest programs alone."""
 
 import dataclasses
 import inspect
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ def differences(x: Any, y: Any) -> Any:
     a = x + y
     b = a * 3.0
     c = b - y
-    return jnp.cos(c)
+    return jnp.exp(c)
 
 
 def test_exact_pass_that_swaps_operands(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def constants(x: Any) -> Any:
 
 
 def test_wrong_constant_fold_is_blamed_on_the_constant(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setitem(fold.ELEMENTWISE, "mul", lambda x, y: x * y + np.float32(0.5))
+    monkeypatch.setitem(fold.ELEMENTWISE, "mul", lambda x, y: (x * y + 0.5).astype(x.dtype))
     difference = found(constants, (inputs("f32[4]", 0),), PASSES, tmp_path)
     assert (difference.rule, difference.primitive) == ("fold_constants", "mul")
     assert difference.source == line_of(constants, "* 3.0")
@@ -275,20 +276,30 @@ def test_a_pass_that_keeps_no_variable() -> None:
     assert difference.source == line_of(differences, "c = b - y")
 
 
-def test_engine_fault_is_found_too(monkeypatch: Any) -> None:
-    """The row is right, but the pass wires its result to the wrong place."""
+def test_a_fault_of_the_engine_is_found_too() -> None:
+    """Every replacement is right, but the pass returns the results in the wrong order."""
     right = replacing("sin", jnp.sin)
 
     def wired(jaxpr: Any) -> Any:
-        if not any(e.primitive.name == "cos" for e in jaxpr.eqns):
-            return right(jaxpr)
         result, report = right(jaxpr)
         return result.replace(outvars=result.outvars[::-1]), report
 
     wired.rows = right.rows  # pyright: ignore
-    difference = verified(lambda x: (jnp.sin(x), jnp.cos(x)), (inputs("f32[9]", 0),), (wired,))
-    # the pass run with the original equations as replacements is right: not the engine's rows
-    assert difference is None or difference.rule == "wired"
+    difference = found(lambda x: (jnp.sin(x), jnp.cos(x)), (inputs("f32[9]", 0),), (wired,))
+    assert (difference.rule, difference.primitive) == ("wired", "sin")
+
+
+def test_a_program_that_magnifies_rounding_passes() -> None:
+    """What is within the contract where it is replaced may be far apart at the end."""
+
+    def fn(x: Any) -> Any:
+        y = jnp.sin(x)
+        for _ in range(8):
+            y = jnp.tan(y * 40)
+        return y, jnp.argmax(y), y > 0
+
+    near = replacing("sin", lambda x: jnp.sin(x) * jnp.float32(1 + 2**-22))
+    assert verified(fn, (inputs("f32[500]", 0),), (near,)) is None
 
 
 def test_exact_tier_is_every_bit() -> None:
@@ -304,9 +315,9 @@ def test_exact_tier_is_every_bit() -> None:
     [
         ("i32[6]", lambda x: -x + (x == x.max())),
         ("bf16[64]", lambda x: -x * 1.05),
-        ("f32[64]", lambda x: jnp.where(x == x.max(), jnp.nan, -x)),
-        ("f32[64]", lambda x: jnp.where(x == x.max(), jnp.inf, -x)),
-        ("f32[4096]", lambda x: jnp.where(x == x.max(), -x * 1.001, -x)),
+        ("f32[64]", lambda x: jnp.where(x == jnp.nanmax(x), jnp.nan, -x)),
+        ("f32[64]", lambda x: jnp.where(x == jnp.nanmax(x), jnp.inf, -x)),
+        ("f32[4096]", lambda x: jnp.where(x == jnp.nanmax(x), -x * 1.001, -x)),
     ],
 )
 def test_every_kind_of_value(dtype: str, wrong: Any, tmp_path: Path) -> None:
@@ -393,7 +404,7 @@ def test_what_cannot_be_evaluated_is_a_warning_not_an_error() -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_attention_spellings_pass(dtype: str) -> None:
-    for fn, heads, _ in ATTENTION[:: 1 if dtype == "f32" else 4]:
+    for fn, heads, _ in ATTENTION[:: 3 if dtype == "f32" else 7]:
         kv = f"{dtype}[{B},{T},{heads},{D}]"
         args = inputs(f"{dtype}[{B},{T},{H},{D}]", 1), inputs(kv, 2), inputs(kv, 3)
         difference = verified(fn, args)
@@ -402,8 +413,9 @@ def test_attention_spellings_pass(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_norm_spellings_pass(dtype: str) -> None:
-    for fn, _ in NORMS:
-        for x in (inputs(f"{dtype}[3,5,32]", 1), jnp.full((2, 32), 0.3, _dtype(dtype))):
+    random, equal = inputs(f"{dtype}[2,32]", 1), jnp.full((2, 32), 0.3, _dtype(dtype))
+    for fn, _ in NORMS[:: 1 if dtype == "f32" else 2]:
+        for x in (random, equal):  # of equal elements, rounding alone is left of the difference
             difference = verified(fn, (x, inputs(f"{dtype}[32]", 2)))
             assert difference is None, f"{fn.__name__}: {difference.message('mine')}"
 
@@ -429,7 +441,7 @@ def test_a_transformer_block_passes() -> None:
     assert verified(jax.value_and_grad(functions.loss), args) is None
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[*HealthCheck], database=None)
+@settings(max_examples=3, deadline=None, suppress_health_check=[*HealthCheck], database=None)  # pyright: ignore
 @given(program=programs)
 def test_random_programs_pass(program) -> None:
     difference = verified(lambda *args: run(program, *args), (X, Y, WHOLE))

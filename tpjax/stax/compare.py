@@ -77,6 +77,14 @@ def gap(
     return _outside(a, e, error, size, tol, spread)
 
 
+def distance(a: Any, b: Any) -> float:
+    """Returns the RMS of the difference of two arrays, where both are finite."""
+    x, y = _wide(host(a)), _wide(host(b))
+    with np.errstate(invalid="ignore"):
+        error = np.abs(x - y)
+    return float(np.sqrt(np.mean(np.where(np.isfinite(error), error, 0.0) ** 2))) if x.size else 0.0
+
+
 def _outside(
     a: np.ndarray, e: np.ndarray, error: np.ndarray, size: np.ndarray, tol: float, spread: float
 ) -> Gap | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tpjax.core import _jax
 from tpjax.core.operator import Choice
-from tpjax.stax.compare import TOLERANCES, Gap, gap
+from tpjax.stax.compare import TOLERANCES, Gap, distance, gap
 from tpjax.stax.replay import UNKNOWN, environment, read, replay, run_equation
 
 MAX_SUSPECTS = 48
@@ -248,15 +248,25 @@ def rounding_spread(jaxpr: _jax.Jaxpr, values: list[Any], expected: Any) -> floa
         env = environment(jaxpr, values)
         for eqn in jaxpr.eqns:
             outs = run_equation(eqn, [read(env, atom) for atom in eqn.invars])
-            moved = [x if x is UNKNOWN else _rounded(x, rng) for x in outs]
-            env.update(zip(eqn.outvars, moved, strict=True))
+            rounded = [x if x is UNKNOWN else _rounded(x, rng) for x in outs]
+            env.update(zip(eqn.outvars, rounded, strict=True))
         result = read(env, jaxpr.outvars[0])
         if not jnp.issubdtype(jax.typeof(result).dtype, jnp.floating):
             return 0.0
-        error = np.asarray(result).astype(np.float64) - np.asarray(expected).astype(np.float64)
-        error = np.where(np.isfinite(error), error, 0.0)
-        worst = max(worst, float(np.sqrt(np.mean(error**2))) if error.size else 0.0)
+        worst = max(worst, distance(result, expected))
     return SLACK * worst
+
+
+def moved(x: Any, tol: float, spread: float, rng: np.random.Generator) -> Any:
+    """Returns the float array with a random error: relative RMS `tol`, or `spread` if larger."""
+    dtype = jax.typeof(x).dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or not np.size(x):
+        return x
+    wide = jnp.asarray(x, jnp.promote_types(dtype, jnp.float32))
+    scale = jnp.sqrt(jnp.mean(jnp.where(jnp.isfinite(wide), wide, 0.0) ** 2))
+    noise = jnp.asarray(rng.uniform(-1, 1, np.shape(x)), wide.dtype) * 3**0.5
+    size = jnp.maximum(scale * tol, spread)
+    return jnp.where(jnp.isfinite(x), wide + size * noise, wide).astype(dtype)
 
 
 def _rounded(x: Any, rng: np.random.Generator) -> Any:
@@ -265,5 +275,5 @@ def _rounded(x: Any, rng: np.random.Generator) -> Any:
         return x
     wide = jnp.promote_types(dtype, jnp.float32)
     noise = jnp.asarray(rng.uniform(-1, 1, np.shape(x)), wide) * float(jnp.finfo(dtype).eps)
-    moved = jnp.asarray(x, wide) * (1 + noise)
-    return jnp.where(jnp.isfinite(x), moved, x).astype(dtype)
+    rounded = jnp.asarray(x, wide) * (1 + noise)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)

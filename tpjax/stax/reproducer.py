@@ -221,7 +221,7 @@ Source:   <SOURCE>
 Where:    <WHERE>
 Seen:     <DETAIL>
 <NOTE>
-Written by JAX <JAX>. Run it: exit code 1 while the two programs below differ by more than TOL, else 0.
+Written by JAX <JAX>. Run it: exit code 1 while the programs below differ by more than TOL, else 0.
 """
 
 import base64
