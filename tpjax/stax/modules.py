@@ -111,7 +111,8 @@ def taken_apart(
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as outside:
             graphdef, values = outside.flatten(modules, with_paths=False)
-            variables = [x for x in outside.ref_index if isinstance(x, nnx.Variable)]
+            numbered = [(index, x) for x, index in outside.ref_index.items()]
+            variables = [x for _, x in numbered if isinstance(x, nnx.Variable)]
         state_leaves, state_tree = jax.tree.flatten(values)
         count = len(state_leaves)
 
@@ -124,12 +125,15 @@ def taken_apart(
             fn_named, fn_args, fn_kwargs = put_back(merged, leaves[count:])
             result = function(fn_named)(*fn_args, **fn_kwargs)
             made, results, after["put_back"], _ = _take_out(result)
-            after["stable"] = not made and nnx.graphdef(merged) == before
+            after["stable"] = nnx.graphdef(merged) == before
+            after["any_made"] = bool(made)
             with nnx.split_context(_TAG) as inside:
-                after["graphdef"], new_values = inside.flatten((merged, made), with_paths=False)
+                after["graphdef"], new_values = inside.flatten(merged, with_paths=False)
+                after["made"], made_values = inside.flatten(made, with_paths=False)
             new_leaves, after["tree"] = jax.tree.flatten(new_values)
-            after["size"] = len(new_leaves)
-            return [*new_leaves, *results], after
+            made_leaves, after["made_tree"] = jax.tree.flatten(made_values)
+            after["size"], after["made_size"] = len(new_leaves), len(made_leaves)
+            return [*new_leaves, *made_leaves, *results], after
 
         def settle(jaxpr: Any, after: dict[str, Any]) -> dict[str, Any]:
             new, old = jaxpr.outvars[: after["size"]], jaxpr.invars[:count]
@@ -139,15 +143,22 @@ def taken_apart(
             return after | {"changed": changed if stable else None}
 
         def finish(after: dict[str, Any], results: list[Any]) -> Any:
-            size = after["size"]
-            if after["changed"] is not None:  # nothing but values: no need to build the graph anew
-                for i in after["changed"]:
-                    variables[i].set_raw_value(results[i])
-                return after["put_back"]((), results[size:])
-            new_values = jax.tree.unflatten(after["tree"], results[:size])
+            size, end = after["size"], after["size"] + after["made_size"]
+            stable = after["changed"] is not None  # nothing but values: the graph stays as it is
+            for i in after["changed"] or ():  # others may belong to a trace that forbids changes
+                variables[i].set_raw_value(results[i])
+            if stable and not after["any_made"]:
+                return after["put_back"]((), results[end:])
             with nnx.merge_context(_TAG, False) as outside:
-                _, made = outside.unflatten(after["graphdef"], new_values)
-            return after["put_back"](made, results[size:])
+                if stable:
+                    for index, x in numbered:
+                        outside.index_ref[index] = x
+                else:
+                    new_values = jax.tree.unflatten(after["tree"], results[:size])
+                    outside.unflatten(after["graphdef"], new_values)
+                made_values = jax.tree.unflatten(after["made_tree"], results[size:end])
+                made = outside.unflatten(after["made"], made_values)
+            return after["put_back"](made, results[end:])
 
         pure.__name__ = pure.__qualname__ = name
         yield Call((graphdef, state_tree, shape), [*state_leaves, *others], pure, settle, finish)
