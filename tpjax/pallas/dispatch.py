@@ -32,6 +32,7 @@ from tpjax.core.operator import (
     Target,
     key_of,
 )
+from tpjax.pallas.differentiation import differentiable
 from tpjax.pallas.partition import split_over_devices
 
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -220,12 +221,26 @@ def call(
         choices.append(choice)
     if asked is None:
         _warn_once(op, implementations, key, refused, source)
-    if chosen.name != "xla":
-        run = partial(chosen.run, **options)
-        if partitioning is None:
-            return run(*operands.values())
-        return split_over_devices(run, partitioning, tuple(operands.values()))
-    return _named(op, chosen.run, tuple(options.items()))(*operands.values())
+    plain = _named(op, implementations[-1].run, tuple(options.items()))
+    if chosen.name == "xla":
+        return plain(*operands.values())
+    run = differentiable(
+        _as_preferred(partial(chosen.run, **options)), plain, partial(_warn_derivative, op, source)
+    )
+    if partitioning is None:
+        return run(*operands.values())
+    return split_over_devices(run, partitioning, tuple(operands.values()))
+
+
+def _as_preferred(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `run` with the preference of now: a derivative traces it again, perhaps elsewhere."""
+    preferred = preference()
+
+    def preferring(*operands: Any) -> Any:
+        with _preference(preferred):
+            return run(*operands)
+
+    return preferring
 
 
 @cache
@@ -252,6 +267,17 @@ def _warn_once(
     """Warns of a fallback on a machine that has the kernel: only the call itself was in the way."""
     fits = {i.name for i in implementations if i.unfit_machine(key.target) is None}
     for name, reason in refused:
-        if name in fits and (op, reason, source) not in _warned:
-            _warned.add((op, reason, source))
-            warnings.warn(f"{op}: no kernel for this call: {reason} ({source}).", stacklevel=4)
+        if name in fits:
+            _warn(op, "call", reason, source)
+
+
+def _warn_derivative(op: str, source: str) -> None:
+    reason = "the kernel has first derivatives in reverse mode only, so the plain form's is taken"
+    _warn(op, "derivative", reason, source)
+
+
+def _warn(op: str, what: str, reason: str, source: str) -> None:
+    """Warns that there is no kernel, once for each line of the user's code."""
+    if (op, reason, source) not in _warned:
+        _warned.add((op, reason, source))
+        warnings.warn(f"{op}: no kernel for this {what}: {reason} ({source}).", stacklevel=5)

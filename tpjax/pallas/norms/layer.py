@@ -34,9 +34,9 @@ MAX_PER_THREAD = 64
 
 
 class _Kept(NamedTuple):
-    """What the backward pass needs; of the bias its dtype."""
+    """What the backward pass needs, as it came: reshaped it would be kept twice; bias for dtype."""
 
-    x_RD: Array
+    x: Array
     scale_D: Array | None
     bias_D: Array | None
 
@@ -76,11 +76,12 @@ def _fwd_kernel(
 @partial(jax.jit, static_argnames=("eps", "interpret", "config"))
 def _fwd(kept: _Kept, eps: float, interpret: Interpret, config: sizes.Config) -> Array:
     """Launches the forward kernel."""
-    x_RD, *vectors = kept
+    x, *vectors = kept
+    x_RD = _rows(x)
     tile = _tile(x_RD, config)
     kernel = partial(_fwd_kernel, eps, kept.scale_D is not None, tile)
     job = Sweep(kernel, tile, config, 1, 0, interpret, "layer_norm")
-    return sweep(job, (x_RD,), vectors)[0]
+    return sweep(job, (x_RD,), vectors)[0].reshape(x.shape)
 
 
 def _bwd_kernel(
@@ -103,11 +104,10 @@ def _bwd_kernel(
 
 
 @partial(jax.jit, static_argnames=("eps", "interpret", "config"))
-def _bwd(
-    kept: _Kept, dy_RD: Array, eps: float, interpret: Interpret, config: sizes.Config
-) -> _Kept:
+def _bwd(kept: _Kept, dy: Array, eps: float, interpret: Interpret, config: sizes.Config) -> _Kept:
     """Launches the backward kernel."""
-    x_RD, *vectors = kept
+    x, *vectors = kept
+    x_RD, dy_RD = _rows(x), _rows(dy)
     tile = _tile(x_RD, config)
     grads = (kept.scale_D is not None, kept.bias_D is not None)
     kernel = partial(_bwd_kernel, eps, grads, tile)
@@ -115,7 +115,11 @@ def _bwd(
     dx_RD, sums = sweep(job, (x_RD, dy_RD), (kept.scale_D,))
     totals = iter(sums)
     gradients = [None if v is None else next(totals).astype(v.dtype) for v in vectors]
-    return _Kept(dx_RD, *gradients)
+    return _Kept(dx_RD.reshape(x.shape), *gradients)
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _tile(x_RD: Array, config: sizes.Config) -> Tile:
@@ -136,9 +140,9 @@ def _forward(
 
 
 def _backward(
-    eps: float, interpret: Interpret, config: sizes.Config, kept: _Kept, dy_RD: Array
+    eps: float, interpret: Interpret, config: sizes.Config, kept: _Kept, dy: Array
 ) -> tuple[_Kept]:
-    return (_bwd(kept, dy_RD, eps, interpret, config),)
+    return (_bwd(kept, dy, eps, interpret, config),)
 
 
 _layer_norm.defvjp(_forward, _backward)
@@ -156,5 +160,4 @@ def layer_norm_pallas(
     features = x.shape[-1]
     config = config or sizes.heuristic(features, x.dtype.itemsize)
     interpret = dispatch.current_target().interpret
-    kept = _Kept(x.reshape(-1, features), scale, bias)
-    return _layer_norm(kept, eps, interpret, config).reshape(x.shape)
+    return _layer_norm(_Kept(x, scale, bias), eps, interpret, config)

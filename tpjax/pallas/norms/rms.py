@@ -58,12 +58,13 @@ def _fwd_kernel(
 # One jit for equal calls: the layers of a model lower and assemble the kernel once.
 @partial(jax.jit, static_argnames=("eps", "interpret", "config"))
 def _fwd(
-    x_RD: Array, scale_D: Array | None, eps: float, interpret: Interpret, config: sizes.Config
+    x: Array, scale_D: Array | None, eps: float, interpret: Interpret, config: sizes.Config
 ) -> Array:
     """Launches the forward kernel."""
+    x_RD = _rows(x)
     tile = _tile(x_RD, config)
     job = Sweep(partial(_fwd_kernel, eps, tile), tile, config, 1, 0, interpret, "rms_norm")
-    return sweep(job, (x_RD,), (scale_D,))[0]
+    return sweep(job, (x_RD,), (scale_D,))[0].reshape(x.shape)
 
 
 def _bwd_kernel(
@@ -88,20 +89,25 @@ def _bwd_kernel(
 
 @partial(jax.jit, static_argnames=("eps", "interpret", "config"))
 def _bwd(
-    x_RD: Array,
-    dy_RD: Array,
+    x: Array,
+    dy: Array,
     scale_D: Array | None,
     eps: float,
     interpret: Interpret,
     config: sizes.Config,
 ) -> tuple[Array, Array | None]:
     """Launches the backward kernel."""
+    x_RD, dy_RD = _rows(x), _rows(dy)
     tile = _tile(x_RD, config)
     kernel = partial(_bwd_kernel, eps, tile)
     num_sums = 0 if scale_D is None else 1
     job = Sweep(kernel, tile, config, 2, num_sums, interpret, "rms_norm_backward")
     dx_RD, sums = sweep(job, (x_RD, dy_RD), (scale_D,))
-    return dx_RD, None if scale_D is None else sums[0].astype(scale_D.dtype)
+    return dx_RD.reshape(x.shape), None if scale_D is None else sums[0].astype(scale_D.dtype)
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _tile(x_RD: Array, config: sizes.Config) -> Tile:
@@ -112,15 +118,16 @@ def _tile(x_RD: Array, config: sizes.Config) -> Tile:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _rms_norm(
-    x_RD: Array, scale_D: Array | None, eps: float, interpret: Interpret, config: sizes.Config
+    x: Array, scale_D: Array | None, eps: float, interpret: Interpret, config: sizes.Config
 ) -> Array:
-    return _fwd(x_RD, scale_D, eps, interpret, config)
+    return _fwd(x, scale_D, eps, interpret, config)
 
 
 def _forward(
-    x_RD: Array, scale_D: Array | None, eps: float, interpret: Interpret, config: sizes.Config
+    x: Array, scale_D: Array | None, eps: float, interpret: Interpret, config: sizes.Config
 ) -> tuple[Array, tuple[Array, Array | None]]:
-    return _fwd(x_RD, scale_D, eps, interpret, config), (x_RD, scale_D)
+    # Kept as it came: reshaped it would be another array, kept beside it.
+    return _fwd(x, scale_D, eps, interpret, config), (x, scale_D)
 
 
 def _backward(
@@ -128,10 +135,10 @@ def _backward(
     interpret: Interpret,
     config: sizes.Config,
     kept: tuple[Array, Array | None],
-    dy_RD: Array,
+    dy: Array,
 ) -> tuple[Array, Array | None]:
-    x_RD, scale_D = kept
-    return _bwd(x_RD, dy_RD, scale_D, eps, interpret, config)
+    x, scale_D = kept
+    return _bwd(x, dy, scale_D, eps, interpret, config)
 
 
 _rms_norm.defvjp(_forward, _backward)
@@ -144,4 +151,4 @@ def rms_norm_pallas(
     features = x.shape[-1]
     config = config or sizes.heuristic(features, x.dtype.itemsize)
     interpret = dispatch.current_target().interpret
-    return _rms_norm(x.reshape(-1, features), scale, eps, interpret, config).reshape(x.shape)
+    return _rms_norm(x, scale, eps, interpret, config)
