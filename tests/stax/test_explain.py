@@ -42,7 +42,7 @@ def test_schema() -> None:
         assert site["source"].rpartition(":")[0].endswith(FILE)
         assert all(set(r) == {"implementation", "reason"} for r in site["refused"])
     for one in report["passes"]:
-        assert set(one) == {"name", "hits", "equations_before", "equations_after"}
+        assert set(one) == {"name", "hits", "rules", "equations_before", "equations_after"}
     assert set(report["cost"]) == {"before", "after"}
     assert set(report["cost"]["before"]) == {"flops", "bytes", "equations"}
     before, after = report["cost"]["before"], report["cost"]["after"]

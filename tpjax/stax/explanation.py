@@ -159,6 +159,7 @@ class Explanation:
                 {
                     "name": report.name,
                     "hits": len(report.hits),
+                    "rules": dict(Counter(hit.rule for hit in report.hits)),
                     "equations_before": report.equations_before,
                     "equations_after": report.equations_after,
                 }
@@ -251,10 +252,14 @@ def _misses_table(misses: Sequence[NearMiss]) -> Any:
 
 
 def _passes_table(passes: Sequence[Report], before: ProgramCost, after: ProgramCost) -> Any:
+    from rich.markup import escape
+
     table = _table("Passes", "pass", "hits", "before", "after", right=3)
     for report in passes:
         counts = len(report.hits), report.equations_before, report.equations_after
-        table.add_row(report.name, *map(str, counts))
+        names = ", ".join(dict.fromkeys(hit.rule for hit in report.hits))
+        own = f": {escape(names)}" if report.name == "apply_rules" and names else ""
+        table.add_row(report.name + own, *map(str, counts))
     table.add_section()
     table.add_row("equations", "", str(before.equations), str(after.equations))
     table.add_row("FLOPs", "", spell(before.flops), spell(after.flops))
