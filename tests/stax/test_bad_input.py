@@ -41,6 +41,11 @@ def test_python_flags_work() -> None:
             actual = compiled(X, causal=causal, steps=steps)
             assert_close("flags", actual, attend(X, causal=causal, steps=steps), 0)
     assert len(compiled.entries()) == 4
+    under_jit = jax.jit(lambda x: compiled(x, causal=True, steps=2))
+    assert_close("known under a trace too", under_jit(X), 4 * X, 0)
+    modes = tpjax.compile(lambda x, mode: x * 2 if mode == "double" else x)
+    grad = jax.grad(lambda x: modes(x, "double").sum() + modes(x, "single").sum())(X)
+    assert_close("strings under a trace", grad, 3 * jnp.ones(4), 0)
 
 
 def test_results_that_are_no_arrays() -> None:

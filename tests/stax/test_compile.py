@@ -280,7 +280,7 @@ def test_G12_a_branch_on_data_names_the_line(name: str) -> None:
     line = fn.__code__.co_firstlineno
     branching, x = lambda x, go: fn(x) if go else x, jnp.ones(3)
     strict = tpjax.compile(branching, static_argnums=1, strict=True)
-    for call in (strict, jax.jit(tpjax.compile(branching), static_argnums=1)):
+    for call in (strict, jax.jit(tpjax.compile(branching, static_argnums=1), static_argnums=1)):
         with pytest.raises(CaptureError) as raised:
             call(x, True)
         assert f"{__file__}:{line}" in str(raised.value)

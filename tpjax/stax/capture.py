@@ -47,16 +47,36 @@ class Call:
     finish: Callable[[Any, list[Any]], Any]
 
 
-def take_apart(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def set_aside(leaves: list[Any], numbers: bool) -> tuple[list[Any], Any, Callable[[Any], Any]]:
+    """Returns the leaves that are traced, a key of the others, and what puts both back.
+
+    Unless `numbers`, Python numbers and strings are not traced: under a caller's trace they are as
+    known as they are without the compiler.
+    """
+    plain = (bool, int, float, complex, str, bytes)
+    kept = {} if numbers else {i: x for i, x in enumerate(leaves) if isinstance(x, plain)}
+
+    def put_back(traced: Any) -> list[Any]:
+        rest = iter(traced)
+        return [kept[i] if i in kept else next(rest) for i in range(len(leaves))]
+
+    key = tuple((i, type(x), x) for i, x in kept.items())
+    return [x for i, x in enumerate(leaves) if i not in kept], key, put_back
+
+
+def take_apart(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: bool = True
+) -> Call:
     """Returns the call of a function whose arguments are pytrees of arrays, numbers or shapes."""
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    leaves, kept, put_back = set_aside(leaves, numbers)
 
     @functools.wraps(fn, updated=())
     def pure(*leaves: Any) -> tuple[list[Any], Any]:
-        fn_args, fn_kwargs = jax.tree.unflatten(tree, leaves)
+        fn_args, fn_kwargs = jax.tree.unflatten(tree, put_back(leaves))
         return jax.tree.flatten(fn(*fn_args, **fn_kwargs))
 
-    return Call(tree, leaves, pure, lambda jaxpr, after: after, jax.tree.unflatten)
+    return Call((tree, kept), leaves, pure, lambda jaxpr, after: after, jax.tree.unflatten)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from tpjax.stax.capture import Call
+from tpjax.stax.capture import Call, set_aside
 
 _TAG = "tpjax"
 
@@ -93,6 +93,7 @@ def taken_apart(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     named: tuple[Any, ...] = (),
+    numbers: bool = True,
 ) -> Iterator[Call]:
     """Takes apart a call with modules among its arguments or under the function's free names.
 
@@ -104,10 +105,12 @@ def taken_apart(
       args: the arguments.
       kwargs: those by name.
       named: the modules under the free names.
+      numbers: whether Python numbers among the arguments are traced.
     """
     from flax import nnx
 
     modules, others, put_back, shape = _take_out((named, args, dict(kwargs)))
+    others, kept, put_numbers_back = set_aside(others, numbers)
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as outside:
             graphdef, values = outside.flatten(modules, with_paths=False)
@@ -122,7 +125,7 @@ def taken_apart(
                 state = jax.tree.unflatten(state_tree, leaves[:count])
                 merged = inside.unflatten(graphdef, state)
             before = nnx.graphdef(merged)
-            fn_named, fn_args, fn_kwargs = put_back(merged, leaves[count:])
+            fn_named, fn_args, fn_kwargs = put_back(merged, put_numbers_back(leaves[count:]))
             result = function(fn_named)(*fn_args, **fn_kwargs)
             made, results, after["put_back"], _ = _take_out(result)
             after["stable"] = nnx.graphdef(merged) == before
@@ -161,4 +164,6 @@ def taken_apart(
             return after["put_back"](made, results[end:])
 
         pure.__name__ = pure.__qualname__ = name
-        yield Call((graphdef, state_tree, shape), [*state_leaves, *others], pure, settle, finish)
+        yield Call(
+            (graphdef, state_tree, shape, kept), [*state_leaves, *others], pure, settle, finish
+        )

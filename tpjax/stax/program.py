@@ -132,9 +132,16 @@ class Program:
 
     @contextmanager
     def taken_apart(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reading: Reading
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        reading: Reading,
+        numbers: bool = True,
     ) -> Iterator[Call]:
-        """Takes the call apart, in a block in which its `finish` may be called."""
+        """Takes the call apart, in a block in which its `finish` may be called.
+
+        Unless `numbers`, Python numbers and strings among the arguments stay what they are.
+        """
 
         def close(values: tuple[Any, ...]) -> Any:
             return self.static.close(self._function(reading, values), args, kwargs)
@@ -142,11 +149,11 @@ class Program:
         fn, rest, named = close(reading.modules)
         if reading.modules or modules.any_module((rest, named)):
             with modules.taken_apart(
-                lambda values: close(values)[0], self.name, rest, named, reading.modules
+                lambda values: close(values)[0], self.name, rest, named, reading.modules, numbers
             ) as call:
                 yield call
         else:
-            yield take_apart(fn, rest, named)
+            yield take_apart(fn, rest, named, numbers)
 
     def key(self, reading: Reading, call: Call, args: Any, kwargs: Any) -> Key:
         """Returns everything that an entry for the call depends on, besides answers."""
@@ -225,7 +232,8 @@ class Program:
         if self.base is not None:
             args = (args[0].get(), *args[1:])
         found = signature_of(self.fn, args, kwargs, self.static.argnames)
-        asked = [(self.questions[key, answers[:i]][0], v) for i, v in enumerate(answers)]
+        known = ((self.questions.get((key, answers[:i])), v) for i, v in enumerate(answers))
+        asked = [(question[0], value) for question, value in known if question is not None]
         arrays = {p: str(jax.typeof(x)) for p, x in zip(reading.paths, reading.arrays, strict=True)}
         for (kind, name), module in zip(reading.module_names, reading.modules, strict=True):
             found |= signature_of_value(f"{kind} {name}", module)
@@ -299,7 +307,7 @@ class Program:
     def inline(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the rewritten equations under whatever trace is on."""
         reading = self.read(args)
-        with self.taken_apart(args, kwargs, reading) as call:
+        with self.taken_apart(args, kwargs, reading, numbers=False) as call:
             nested = _nested.get()
             key = self.key(reading, call, args, kwargs)
             entry = self._inlined.get(key) if nested is None else None
@@ -353,7 +361,8 @@ class Program:
     def _captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[_jax.Jaxpr]:
         """Captures the call anew; questions are answered where the arguments have values."""
         reading = self.read(args)
-        with self.taken_apart(args, kwargs, reading) as call:
+        numbers = _jax.at_top_level()
+        with self.taken_apart(args, kwargs, reading, numbers) as call:
             known = not any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
             can_answer = known and not self.options["strict"] and _jax.at_top_level()
             answers: tuple[Any, ...] = ()

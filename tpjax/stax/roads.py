@@ -159,12 +159,12 @@ class Roads:
         if modules.any_module((args, kwargs)):
             raise _KeyedRoadError
         with program.taken_apart(args, kwargs, state.reading) as call:
-            key = program.key(state.reading, call, args, kwargs), ()
             keep = functools.partial(self._keep_donation, state.variant, args, kwargs)
             with program.lock:
-                entry = program.entries.get(key)
+                reading = program.free.again(state.reading)  # as other threads know it by now
+                entry = program.entries.get((program.key(reading, call, args, kwargs), ()))
                 if entry is None:
-                    entry = program.make((), call, state.reading, args, kwargs, keep)
+                    entry = program.make((), call, reading, args, kwargs, keep)
                 else:
                     program.entries.move_to_end(entry.key)
             if entry is None:
@@ -213,10 +213,13 @@ class Roads:
         self, reading: Reading, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Entry:
         """Returns the entry for the call; questions are answered on the way."""
-        program = self.program
-        key, answers = program.key(reading, call, args, kwargs), ()
+        program, key = self.program, None
+        answers: tuple[Any, ...] = ()
         while True:
             with program.lock:
+                known = program.free.again(reading)  # with the guards that captures added by now
+                if key is None or known is not reading:
+                    reading, key, answers = known, program.key(known, call, args, kwargs), ()
                 entry = program.entries.get((key, answers))
                 if entry is not None:
                     program.entries.move_to_end(entry.key)
@@ -226,8 +229,6 @@ class Roads:
                     entry = program.make(answers, call, reading, args, kwargs)
                     if entry is not None:
                         return entry
-                    reading = program.free.again(reading)  # capturing may have added guards
-                    key = program.key(reading, call, args, kwargs)
                     continue
             asked, run, lifted = question
             value = run(*(reading.arrays[i] for i in lifted), *call.leaves)[0]
