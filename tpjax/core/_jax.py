@@ -63,6 +63,14 @@ def as_written_at(eqn: Equation):
         yield
 
 
+def here() -> Any:
+    """Returns what makes contexts in which everything is traced as written at the line of now.
+
+    JAX keeps the ten innermost frames of a line; more of ours than that, and the user's is lost.
+    """
+    return functools.partial(_source.user_context, _source.current().traceback)
+
+
 def bind(eqn: Equation, *invals: Any) -> list[Any]:
     """Evaluates the equation on values, keeping its source, name stack and contexts."""
     params = eqn.primitive.get_bind_params(eqn.params)

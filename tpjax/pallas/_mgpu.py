@@ -5,6 +5,7 @@
 The one module among the kernels that may touch JAX internals; tested on JAX 0.11.2 and 0.12.
 """
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -187,3 +188,32 @@ def causal_is_miscompiled() -> bool:
     if cuda_versions is None:
         return False
     return 12080 <= cuda_versions.cuda_runtime_get_version() < 12091
+
+
+def on_kernel_failure(
+    lowering: Callable[[Exception], None], compiling: Callable[[Exception], Exception | None]
+) -> None:
+    """Has errors in lowering Pallas kernels shown to `lowering`, and XLA's to `compiling`.
+
+    An error that `compiling` returns is raised in place of XLA's.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+
+    for primitive, entry in list(mlir._lowerings.items()):
+        if primitive.name in ("pallas_call", "mpmd_map"):
+            rule = _watched(entry.rule, lowering)
+            mlir.register_lowering(primitive, rule, inline=entry.inline)
+    compiler.register_xla_runtime_error_handler(compiling)
+
+
+def _watched(rule: Callable[..., Any], failed: Callable[[Exception], None]) -> Callable[..., Any]:
+    @functools.wraps(rule)
+    def lower(*args: Any, **params: Any) -> Any:
+        try:
+            return rule(*args, **params)
+        except Exception as error:
+            failed(error)
+            raise
+
+    return lower

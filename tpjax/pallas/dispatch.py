@@ -33,6 +33,7 @@ from tpjax.core.operator import (
     key_of,
 )
 from tpjax.pallas.differentiation import differentiable
+from tpjax.pallas.failures import Kernel, note_kernel
 from tpjax.pallas.partition import split_over_devices
 
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -224,23 +225,26 @@ def call(
     plain = _named(op, implementations[-1].run, tuple(options.items()))
     if chosen.name == "xla":
         return plain(*operands.values())
-    run = differentiable(
-        _as_preferred(partial(chosen.run, **options)), plain, partial(_warn_derivative, op, source)
-    )
+    note_kernel(Kernel(op, chosen.name, key, source, chosen.run))
+    called = _as_called_here(partial(chosen.run, **options))
+    run = differentiable(called, plain, partial(_warn_derivative, op, source))
     if partitioning is None:
         return run(*operands.values())
     return split_over_devices(run, partitioning, tuple(operands.values()))
 
 
-def _as_preferred(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `run` with the preference of now: a derivative traces it again, perhaps elsewhere."""
-    preferred = preference()
+def _as_called_here(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `run` with the preference and the source line of now.
 
-    def preferring(*operands: Any) -> Any:
-        with _preference(preferred):
+    A derivative traces it again, perhaps elsewhere.
+    """
+    preferred, here = preference(), _jax.here()
+
+    def called_here(*operands: Any) -> Any:
+        with _preference(preferred), here():
             return run(*operands)
 
-    return preferring
+    return called_here
 
 
 @cache

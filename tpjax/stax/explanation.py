@@ -172,6 +172,28 @@ class Explanation:
         }
 
     @property
+    def regions(self) -> tuple[Site, ...]:
+        """Every place that a rule knows: the sites, and what nearly fitted and stays as written."""
+        failed = {(site.op, site.source) for site in self.sites}
+        near = (
+            Site(miss.rule, AS_WRITTEN, miss.source, None, ((miss.rule, miss.reason),))
+            for miss in self._telling_misses()
+            if (miss.rule, miss.source) not in failed
+        )
+        return (*self.sites, *dict.fromkeys(near))
+
+    @property
+    def labels(self) -> Mapping[str, tuple[str, ...]]:
+        """How each operator runs, by its name; of what stays as written, by the rule's.
+
+        A benchmark asserts it: `explain(fn)(*args).labels["rms_norm"] == ("pallas",)`.
+        """
+        found: dict[str, list[str]] = {}
+        for region in self.regions:
+            found.setdefault(region.op, []).append(region.label)
+        return {op: tuple(labels) for op, labels in found.items()}
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the cost leaves out, in words."""
         return tuple(dict.fromkeys((*self.before.notes, *self.after.notes)))

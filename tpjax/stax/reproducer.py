@@ -25,7 +25,7 @@ from jax.extend.core import jaxpr_as_fun
 from tpjax.core import _jax
 from tpjax.stax.compare import Gap, gap, host
 from tpjax.stax.faults import Fault, differs, printed
-from tpjax.stax.replay import run_equation
+from tpjax.stax.evaluation import run_equation
 
 MAX_BYTES = 2**28
 """Bytes of the operands of the largest reproducer."""

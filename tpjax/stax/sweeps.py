@@ -13,7 +13,7 @@ from typing import Any
 from tpjax.core import _jax
 from tpjax.stax.compare import TOLERANCES, Gap, gap
 from tpjax.stax.faults import FoundError, blame, differs, values_of, within
-from tpjax.stax.replay import UNKNOWN, enter, environment, read, replayed
+from tpjax.stax.evaluation import UNKNOWN, enter, environment, read, replayed
 
 Pairs = Iterable[tuple[int, int]]
 """Which results of one program are which of the other."""

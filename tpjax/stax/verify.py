@@ -19,7 +19,7 @@ operator, else `tpjax.stax.compare.TOLERANCES`; or four times what rounding each
 original at random does to it, where that is more. NaN and infinities must stand in the same places;
 attention that was given a mask may have 0 where no key is visible, as its contract says.
 
-The original's effects do not run here (`tpjax.stax.replay`): equations that depend on the result of
+The original's effects do not run here (`tpjax.stax.evaluation`): equations that depend on the result of
 one are not checked. What a compiled function inside another transformation does is not checked, as
 it has no values there; nor is a derivative that JAX takes of the rewritten program later.
 """
@@ -51,7 +51,7 @@ from tpjax.stax.faults import (
     values_of,
     within,
 )  # fmt: skip
-from tpjax.stax.replay import UNKNOWN, concrete, enter, read, run_equation
+from tpjax.stax.evaluation import UNKNOWN, concrete, enter, read, run_equation
 from tpjax.stax.slices import original, replaced, slice_of
 from tpjax.stax.sweeps import check_sweep
 from tpjax.stax_passes.engine import (
