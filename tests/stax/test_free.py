@@ -161,6 +161,39 @@ def test_G08_the_object_of_a_method() -> None:
     assert_close("another object", other.run(X), 2 * X * X, 1e-6)
 
 
+class _Settings:
+    scale = 2.0
+
+
+class _Slotted:
+    __slots__ = ("weight",)
+    bias = 1.0
+
+    def __init__(self) -> None:
+        self.weight = X
+
+    @property
+    def doubled(self) -> Any:
+        return 2 * self.weight * _Settings.scale
+
+
+def test_G08_attributes_of_classes_slots_and_properties() -> None:
+    slotted = _Slotted()
+    compiled = tpjax.compile(lambda x: x * slotted.doubled + slotted.bias)
+    assert_close("first", compiled(X), 4 * X * X + 1, 1e-6)
+    slotted.weight = X + 1
+    assert_close("a slot", compiled(X), 4 * X * (X + 1) + 1, 1e-6)
+    assert _entries(compiled) == 1
+    try:
+        _Settings.scale = 3.0
+        assert_close("of a class", compiled(X), 6 * X * (X + 1) + 1, 1e-6)
+        _Slotted.bias = 2.0
+        assert_close("of the object's class", compiled(X), 6 * X * (X + 1) + 2, 1e-6)
+    finally:
+        _Settings.scale, _Slotted.bias = 2.0, 1.0
+    assert "_Settings.scale: was 2.0, is now 3.0" in str(compiled.explain_recompile())
+
+
 def test_what_the_function_itself_changes_is_no_guard() -> None:
     traces, count = [], 0
 

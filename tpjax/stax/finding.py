@@ -120,7 +120,7 @@ class Finder:
             self.places: dict[str, str] = {}
             self.place = ""
             self.wrapped = False
-            self.seen: set[int] = set()
+            self.seen: set[Any] = set()
             before = len(self.attributes)
             self._callable(fn, "")
             for i, x in enumerate(objects):
@@ -157,11 +157,10 @@ class Finder:
         names = _names_in(code)
         self.attributes |= names.attributes
         for name, cell in cells:
-            self._place(functools.partial(_contents, cell), "closure", name, within)
+            self._place(cell, "closure", name, within)
         elsewhere = f" of {module}" if label and module != self.module else ""
         for name in names.globals:
-            place = functools.partial(fn.__globals__.get, name, MISSING)
-            self._place(place, "global", name, elsewhere, label == "")
+            self._place(fn.__globals__, "global", name, elsewhere, label == "")
         for name, value in _defaults(fn):
             self._value(value, f"default {name}{within}", 0)
 
@@ -171,12 +170,17 @@ class Finder:
         outer, self.wrapped = self.wrapped, True
         for name, cell in cells:
             if callable(_contents(cell)):
-                self._place(functools.partial(_contents, cell), "closure", name, within)
+                self._place(cell, "closure", name, within)
         self.wrapped = outer
 
-    def _place(
-        self, get: Callable[[], Any], kind: str, name: str, within: str, own: bool = False
-    ) -> None:
+    def _place(self, home: Any, kind: str, name: str, within: str, own: bool = False) -> None:
+        """Reads a closure cell, or a name of a module's globals; each once."""
+        if (id(home), name) in self.seen:
+            return
+        self.seen.add((id(home), name))
+        get = functools.partial(_contents, home)
+        if not isinstance(home, types.CellType):
+            get = functools.partial(home.get, name, MISSING)
         value = get()
         if isinstance(value, types.ModuleType) and not self._is_users(value):
             return
@@ -188,7 +192,10 @@ class Finder:
 
     def _at(self, path: str, value: Any, depth: int) -> None:
         """Reads a value that stands under a name or attribute of its own."""
-        if path in self.guards or path in self.arrays or path in self.skip:
+        while path in self.places:  # another thing of the same name
+            path += "'"
+        self.places[path] = path
+        if path in self.skip:
             return
         outer, self.place = self.place, path
         self._value(value, path, depth)
@@ -202,7 +209,11 @@ class Finder:
             self.arrays[path] = value
         elif isinstance(value, np.ndarray):
             self._numpy(value, path)
-        elif isinstance(value, type | enum.Enum):
+        elif isinstance(value, type):
+            self.guards[path] = Same(value)
+            if self._is_home(value.__module__.partition(".")[0], None):
+                self._names_of(value, vars(value), path, depth)
+        elif isinstance(value, enum.Enum):
             self.guards[path] = Same(value)
         elif isinstance(value, types.ModuleType):
             self._attributes(value, path, depth)
@@ -216,7 +227,7 @@ class Finder:
         elif isinstance(value, jax.custom_jvp | jax.custom_vjp):
             self.guards[path] = Same(value)
             self._callable(value.__wrapped__, path)  # pyright: ignore[reportAttributeAccessIssue]
-        elif callable(getattr(value, "free_functions", None)):
+        elif callable(getattr(type(value), "free_functions", None)):
             self.guards[path] = Same(value)
             for fn in value.free_functions():
                 self._callable(fn, path)
@@ -253,25 +264,43 @@ class Finder:
 
     def _attributes(self, value: Any, path: str, depth: int) -> None:
         """Reads the attributes of an object, or names of a module, that the code names."""
-        if depth > MAX_DEPTH or (isinstance(value, types.ModuleType) and not self._is_users(value)):
+        if isinstance(value, types.ModuleType):
+            if self._is_users(value):
+                self._names_of(value, vars(value), path, depth)
             return
-        own = getattr(value, "__dict__", None)
-        names = sorted(self.attributes & own.keys()) if isinstance(own, Mapping) else []
         kind = type(value)
-        methods = [getattr(kind, name, None) for name in sorted(self.attributes)]
-        for method in methods:
-            function = getattr(method, "fget", method)
-            if isinstance(function, types.FunctionType) and self._is_users(function):
-                self._callable(function, f"{kind.__name__}.{function.__name__}")
-        if not names:
-            self.guards[path] = Same(value)
-            return
-        self.guards[path] = Same(kind)
-        for name in names:
-            get = functools.partial(own.get, name, MISSING)  # pyright: ignore
-            found = get()
-            self.watch.places.append((get, found))
-            self._at(f"{path}.{name}", found, depth + 1)
+        own = getattr(value, "__dict__", {})
+        found = self._names_of(value, own, path, depth) if isinstance(own, Mapping) else False
+        for base in kind.__mro__:
+            if self._is_home(base.__module__.partition(".")[0], None):
+                fields = {name: x for name, x in vars(base).items() if name not in own}
+                for name in self.attributes & fields.keys():  # the object may get its own later
+                    self.watch.places.append((functools.partial(own.get, name, MISSING), MISSING))
+                found |= self._names_of(value, fields, path, depth, vars(base))
+        self.guards[path] = Same(kind if found else value)
+
+    def _names_of(
+        self, x: Any, fields: Mapping[str, Any], path: str, depth: int, home: Any = None
+    ) -> bool:
+        """Reads those of the object's fields that the code names; returns whether data are there.
+
+        Methods and properties are followed as functions; slots are read from the object.
+        """
+        found = False
+        for name in sorted(self.attributes & fields.keys()) if depth <= MAX_DEPTH else ():
+            value = fields[name]
+            inside = getattr(value, "fget", getattr(value, "__func__", value))
+            get = functools.partial((fields if home is None else home).get, name, MISSING)
+            if isinstance(value, types.MemberDescriptorType):  # a slot
+                get = functools.partial(getattr, x, name, MISSING)
+            elif isinstance(inside, types.FunctionType) and (home or isinstance(x, type)):
+                if self._is_users(inside):
+                    self._callable(inside, inside.__qualname__)
+                continue
+            found = True
+            self.watch.places.append((get, get()))
+            self._at(f"{path}.{name}", get(), depth + 1)
+        return found
 
     def _is_users(self, x: Any) -> bool:
         return self._is_home(*_home_of(x))
