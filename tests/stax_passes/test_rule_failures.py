@@ -176,3 +176,16 @@ def test_F02_an_implementation_asked_for_by_name_still_raises() -> None:
     rule = tpjax.rule(jnp.sin, lambda x: rms_norm(x, implementation="pallas"))
     with pytest.raises(UnsupportedError):
         tpjax.compile(sine, rules=(rule,))(X)
+
+
+def test_F02_a_replacement_that_is_sharded_otherwise_is_refused() -> None:
+    """On an Explicit mesh a sharding is part of the type, like a dtype."""
+    mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.P("a"))
+        moved = tpjax.rule(jnp.sin, lambda x: jax.sharding.reshard(jnp.sin(x), jax.P("b")))
+        compiled = tpjax.compile(sine, rules=(moved,))
+        with pytest.warns(UserWarning, match="@b.*; the original .*@a"):
+            assert jax.typeof(compiled(x)) == jax.typeof(x)
+        kept = tpjax.compile(sine, rules=(tpjax.rule(jnp.sin, lambda x: jnp.sin(x)),))
+        assert [h.rule for r in kept.explain(x).passes for h in r.hits] == ["sin"]

@@ -227,7 +227,8 @@ def _build(graph: Graph, match: Match, run: _Run) -> Built:
     assert node is not None, "a root is made by a node"
     avals = tuple(graph.avals[v] for v in match.operands)
     aval = graph.avals[match.root]
-    key = id(match.build), match.casts, avals, aval, node.eqn.ctx
+    place = _jax.source_of(node.eqn), node.eqn.ctx
+    key = id(match.build), match.casts, avals, aval, place
     if key not in run.built:
         # beside the function, so that no other gets its id meanwhile
         run.built[key] = match.build, _build_anew(node.eqn, match, avals, aval)
@@ -265,6 +266,9 @@ def _of_type(aval: Any, match: Match, operands: tuple[Any, ...]) -> Any:
         value = lax.convert_element_type_p.bind(
             value, new_dtype=aval.dtype, weak_type=bool(aval.weak_type), sharding=None
         )
+    made = jax.typeof(value)
+    if made != aval and not match.casts:  # another sharding, or varying over other mesh axes
+        raise ValueError(f"the replacement is {made}; the original {aval}")
     return value
 
 

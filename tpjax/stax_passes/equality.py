@@ -12,6 +12,8 @@ NAMES_ONLY = frozenset({"sharding", "out_sharding", "name"})
 """Parameters in which two equations may differ and compute the same."""
 DERIVATIVES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"})
 """Parameters that say how a function is differentiated, not what it computes."""
+STRICT = frozenset({"sharding_constraint", "name"})
+"""Primitives whose parameters all count: here a sharding or a name is all that they say."""
 MAX_COMPARED = 2**20
 """Elements up to which two constants are compared by their numbers."""
 
@@ -21,6 +23,8 @@ def same_params(a: _jax.Equation, b: _jax.Equation, *, ignore: frozenset[str] = 
     p, q = a.params, b.params
     if p is q:
         return True
+    if a.primitive.name in STRICT:
+        ignore = frozenset()
     return p.keys() == q.keys() and all(same(p[k], q[k]) for k in p if k not in ignore)
 
 

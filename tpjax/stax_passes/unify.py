@@ -38,7 +38,7 @@ RANKS = (2, 3, 1, 4, 0, 5)
 CHECKED = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.int32, jnp.bool_)))
 MAX_PROBES = 96
 """Made-up types at which a pattern that raises is tried; then it is tried at types it meets."""
-MAX_TYPES = 16
+MAX_TYPES = 48
 """Combinations of types at which a pattern is traced at one candidate."""
 
 
@@ -61,17 +61,17 @@ class Rule:
     contract: str = "as the author of the rule states"
     op: str | None = None
     num_args: int | None = None
-    error: Exception | None = None
+    error: Exception | None = field(default=None, init=False, repr=False)
     """What the pattern raised when it was last traced in vain."""
-    _reason: str | None = field(default=None, repr=False)
-    _looks: list[Pattern] = field(default_factory=list, repr=False)
-    _ends: set[str] = field(default_factory=set, repr=False)
-    _keys: set[Any] = field(default_factory=set, repr=False)
-    _kinds: list[Any] = field(default_factory=list, repr=False)
-    _base: Any = field(default=None, repr=False)
-    _probes: int = field(default=0, repr=False)
-    _traced: dict[Any, tuple[Pattern, ...]] = field(default_factory=dict, repr=False)
-    _lock: Any = field(default_factory=threading.RLock, repr=False)
+    _reason: str | None = field(init=False, default=None, repr=False)
+    _looks: list[Pattern] = field(init=False, default_factory=list, repr=False)
+    _ends: set[str] = field(init=False, default_factory=set, repr=False)
+    _keys: set[Any] = field(init=False, default_factory=set, repr=False)
+    _kinds: list[Any] = field(init=False, default_factory=list, repr=False)
+    _base: Any = field(init=False, default=None, repr=False)
+    _probes: int = field(init=False, default=0, repr=False)
+    _traced: dict[Any, tuple[Pattern, ...]] = field(init=False, default_factory=dict, repr=False)
+    _lock: Any = field(init=False, default_factory=threading.RLock, repr=False)
 
     @property
     def anchor(self) -> set[str]:
