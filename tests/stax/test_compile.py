@@ -322,3 +322,21 @@ def test_errors_of_the_function_come_through() -> None:
         wrong(jnp.ones(3))
     with pytest.raises(TypeError, match="str"):
         tpjax.compile(lambda x: "text")(jnp.ones(3))
+
+
+def test_options_of_an_inner_jit_are_kept() -> None:
+    options = {"xla_cpu_enable_fast_math": True}
+    inner = jax.jit(
+        lambda x, mode: x * 2 if mode == "double" else x,
+        static_argnames="mode",
+        compiler_options=options,
+    )
+    compiled, x = tpjax.compile(inner), inputs("f32[3]", 0)
+    assert_close("double", compiled(x, "double"), 2 * x, 0)
+    assert_close("by name", compiled(x, mode="single"), x, 0)
+    assert "mul" in str(compiled.jaxpr(x, "double"))
+    wrong = jax.jit(lambda x: x, compiler_options={"no_such_option": True})
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        tpjax.compile(wrong)(x)  # so options do reach the compiler
+    with pytest.raises(ValueError, match="top-level"):  # as plain JAX
+        jax.jit(tpjax.compile(inner), static_argnums=1)(x, "double")

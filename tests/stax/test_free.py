@@ -317,3 +317,19 @@ assert f(jnp.ones(2)).tolist() == [4, 4]
 assert len(f.entries()) == 1
 """
     )
+
+
+def test_G08_a_jit_that_is_the_whole_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    for inner in (
+        jax.jit(lambda x: x * ARRAY * SCALAR),
+        jax.jit(lambda x: x * ARRAY * SCALAR, compiler_options={"xla_cpu_enable_fast_math": True}),
+    ):
+        _set(monkeypatch, "SCALAR", 2.0)
+        compiled = tpjax.compile(inner)
+        for factor in (1, 2):
+            _set(monkeypatch, "ARRAY", factor * X)
+            assert_close("array", compiled(X), 2 * factor * X * X, 1e-6)
+        assert _entries(compiled) == 1
+        _set(monkeypatch, "SCALAR", 3.0)
+        assert_close("number", compiled(X), 6 * X * X, 1e-6)
+        assert _entries(compiled) == 2

@@ -17,6 +17,7 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import literals as _literals
+from jax._src import named_sharding as _named_sharding
 from jax._src import source_info_util as _source
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core as jex
@@ -25,6 +26,8 @@ Jaxpr = jex.Jaxpr
 Literal = jex.Literal
 Var = jex.Var
 Equation = jex.JaxprEqn
+UNSPECIFIED = _named_sharding.UNSPECIFIED
+"""The sharding of an operand of a jit that was given none."""
 
 
 def hide_frames(folder: str) -> None:
@@ -214,7 +217,7 @@ def is_plain_jit(eqn: Equation) -> bool:
     placed = (*params["in_shardings"], *params["out_shardings"])
     laid_out = (*params["in_layouts"], *params["out_layouts"])
     return (
-        all(type(s).__name__ == "UnspecifiedValue" for s in placed)
+        all(s is UNSPECIFIED for s in placed)
         and all(x is None for x in laid_out)
         and not any(params["donated_invars"])
         and not params["compiler_options_kvs"]

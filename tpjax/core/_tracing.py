@@ -9,10 +9,11 @@ import functools
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax._src import array as _array
 from jax._src import core as _core
+from jax._src import pjit as _pjit
 
 
 def current_trace() -> Any:
@@ -92,3 +93,35 @@ def reads_told_to(tell: Callable[[Any], None]):
         yield
     finally:
         _tell.reset(token)
+
+
+class JitOptions(NamedTuple):
+    """What a jitted function was made with that an outer jit must be made with too."""
+
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    compiler_options: dict[str, Any]
+
+
+def unjitted(fn: Any) -> Any:
+    """Returns the function inside what `jax.jit` returned; any other as it is."""
+    return fn.__wrapped__ if hasattr(fn, "_jit_info") else fn
+
+
+def under_another_jit(fn: Any) -> tuple[Any, JitOptions | None]:
+    """Returns what to trace of a jitted function, and its options; None for any other function.
+
+    It is traced anew at each call, since JAX's cache does not know the function's free values. JAX
+    takes compiler options at the outermost jit alone, so they are left out.
+    """
+    if not hasattr(fn, "_jit_info"):
+        return fn, None
+    info = fn._jit_info
+
+    @functools.wraps(fn)
+    def anew(*args: Any, **kwargs: Any) -> Any:
+        inner = functools.wraps(fn.__wrapped__)(lambda *a, **k: fn.__wrapped__(*a, **k))
+        return _pjit._cpp_pjit(inner, info._replace(compiler_options_kvs=()))(*args, **kwargs)
+
+    options = dict(info.compiler_options_kvs)
+    return anew, JitOptions(info.static_argnums, info.static_argnames, options)

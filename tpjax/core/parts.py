@@ -71,11 +71,37 @@ def _keep(values: Any, keep: list[bool]) -> tuple[Any, ...]:
     return tuple(v for v, k in zip(values, keep, strict=True) if k)
 
 
+def _constants_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Returns the jaxpr of one jit with that jit's constants as its own."""
+    eqn = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None
+    if eqn is None or eqn.primitive.name not in ("jit", "pjit") or not eqn.params["jaxpr"].consts:
+        return jaxpr
+    body, count = eqn.params["jaxpr"], len(eqn.params["jaxpr"].consts)
+    names = body.debug_info
+    if names.arg_names is not None:
+        names = names._replace(arg_names=("",) * count + tuple(names.arg_names))
+    opened = body.replace(
+        constvars=[], consts=[], invars=[*body.constvars, *body.invars], debug_info=names
+    )
+    params = eqn.params | {
+        "jaxpr": opened,
+        "in_shardings": (_jax.UNSPECIFIED,) * count + tuple(eqn.params["in_shardings"]),
+        "in_layouts": (None,) * count + tuple(eqn.params["in_layouts"]),
+        "donated_invars": (False,) * count + tuple(eqn.params["donated_invars"]),
+    }
+    outer = [_jax.Var(var.aval) for var in body.constvars]
+    called = eqn.replace(invars=[*outer, *eqn.invars], params=params)
+    return jaxpr.replace(
+        constvars=[*outer, *jaxpr.constvars], consts=[*body.consts, *jaxpr.consts], eqns=[called]
+    )
+
+
 def lifted(jaxpr: _jax.Jaxpr, values: Sequence[Any]) -> tuple[_jax.Jaxpr, list[int]]:
     """Returns the jaxpr with those of its constants that are among `values` as first inputs.
 
     Also returns which of the values they are, in order. Constants are compared by identity.
     """
+    jaxpr = _constants_out(jaxpr)
     index = {id(value): i for i, value in enumerate(values)}
     pairs = list(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     found = [(index[id(const)], var) for var, const in pairs if id(const) in index]

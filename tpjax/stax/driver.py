@@ -26,6 +26,7 @@ from tpjax.stax.options import CompileOptions, describe, resolve
 from tpjax.stax.program import Program
 from tpjax.stax.roads import roads_of
 from tpjax.stax.static import SameObject
+from tpjax.stax.views import explanation_of, rewritten_jaxpr
 
 
 class Compiled:
@@ -68,7 +69,7 @@ class Compiled:
 
     def jaxpr(self, *args: Any, **kwargs: Any) -> _jax.Jaxpr:
         """Returns the rewritten jaxpr of the call; shapes (`jax.ShapeDtypeStruct`) will do."""
-        return self._program.jaxpr((*self._bound, *args), kwargs)
+        return rewritten_jaxpr(self._program, (*self._bound, *args), kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the call lowered for the compiler, as `jax.jit(fn).lower` does."""
@@ -79,7 +80,7 @@ class Compiled:
 
         The call is traced anew but not run; shapes (`jax.ShapeDtypeStruct`) will do as arguments.
         """
-        return self._program.explain((*self._bound, *args), kwargs)
+        return explanation_of(self._program, (*self._bound, *args), kwargs)
 
     def entries(self) -> tuple[Entry, ...]:
         """Returns the specialisations that are held now, the least recently used first."""

@@ -57,6 +57,8 @@ class Entry:
     """Which free arrays the jaxpr takes as its first inputs."""
     donated: tuple[int, ...] = field(default=(), repr=False)
     """Inputs that the function, a jit itself, donates."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Of the compiler."""
     run: Any = field(default=None, repr=False)
     """The jitted program, where the entry has its own."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpjax.core import _tracing
 from tpjax.stax import modules
 
 MAX_DEPTH = 6
@@ -130,6 +131,7 @@ class Finder:
 
     def _callable(self, fn: Any, label: str) -> None:
         """Follows a function; `label` is empty for the one that is compiled."""
+        fn = fn if label else _tracing.unjitted(fn)
         if isinstance(fn, types.MethodType):
             self._value(fn.__self__, "self", 0)
             fn = fn.__func__

@@ -9,15 +9,14 @@ and large NumPy arrays by identity; a change of one makes a new entry. What `tpj
 does not find is a constant, as it is for `jax.jit`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from tpjax.core import parts
-from tpjax.stax.capture import Captured
+from tpjax.core import _jax, parts
 from tpjax.stax.finding import MISSING, Finder, Same, Watch
 
 
@@ -87,13 +86,11 @@ class FreeValues:
             self._last = found.watch, reading
         return reading
 
-    def guard(self, reading: Reading, captured: Captured) -> None:
+    def guard(self, reading: Reading, read: Iterable[Any], jaxpr: _jax.Jaxpr) -> None:
         """Makes guards of the arrays whose numbers, or which themselves, a program depends on."""
         if not reading.arrays:
             return
-        read, inner = (
-            {id(x) for x in xs} for xs in (captured.read, parts.inner_constants(captured.jaxpr))
-        )
+        read, inner = ({id(x) for x in xs} for xs in (read, parts.inner_constants(jaxpr)))
         by_value = {path for x, path in reading.by_path() if id(x) in read}
         by_identity = {path for x, path in reading.by_path() if id(x) in inner} - by_value
         if not (by_value <= self.by_value and by_identity <= self.by_identity):

@@ -7,7 +7,6 @@ equations traced into the caller's program, and is captured once a signature too
 """
 
 import functools
-import itertools
 import threading
 import warnings
 from collections import OrderedDict
@@ -19,9 +18,8 @@ from typing import Any
 
 import jax
 
-from tpjax.core import _jax, parts
+from tpjax.core import _jax, _tracing, parts
 from tpjax.core.errors import UnsupportedError
-from tpjax.pallas.dispatch import record_choices
 from tpjax.stax import modules
 from tpjax.stax.capture import (
     Call,
@@ -41,7 +39,7 @@ from tpjax.stax.entries import (
     signature_of,
     signature_of_value,
 )
-from tpjax.stax.explanation import Explanation, StrictError, demand_kernels
+from tpjax.stax.explanation import StrictError, demand_kernels
 from tpjax.stax.free import FreeValues, Reading
 from tpjax.stax.options import EXACT, resolve
 from tpjax.stax.questions import Question, may_ask
@@ -54,16 +52,10 @@ from tpjax.stax_passes.rules import demand_exact, with_rules
 MAX_ENTRIES = 256
 """Entries that one compiled function keeps; the least recently used goes first."""
 
-_retrace = jax.make_user_context(0)
-_retrace_count = itertools.count(1)
-_nested: ContextVar[list[tuple[Report, ...]] | None] = ContextVar("tpjax_nested", default=None)
-
-
-@contextmanager
-def fresh_traces() -> Iterator[None]:
-    """Hides JAX's caches of traces, so that everything inside is traced and chosen again."""
-    with _retrace(next(_retrace_count)):
-        yield
+nested_reports: ContextVar[list[tuple[Report, ...]] | None] = ContextVar(
+    "tpjax_nested_reports", default=None
+)
+"""While a call is explained: what was done in each compiled function that it called."""
 
 
 class Program:
@@ -73,7 +65,12 @@ class Program:
         self.fn = fn
         self.given, self.bound = dict(options), bound
         self.options = options = resolve(options)
+        # `traced` is what an own jit traces: compiler options belong to the outermost jit.
+        self.traced, jitted = _tracing.under_another_jit(fn)
+        self.compiler_options = jitted.compiler_options if jitted else {}
         nums, names = options["static_argnums"], options["static_argnames"]
+        if jitted and not nums and not names:
+            nums, names = jitted.static_argnums, jitted.static_argnames
         self.static: Static = static_of(fn, nums, names, bound)
         self.name = options["name"] or getattr(fn, "__name__", type(fn).__name__)
         self.free = FreeValues(fn)
@@ -118,9 +115,11 @@ class Program:
         """Returns the function's free values now."""
         return self.free.read(*(args[0].get(),) if self.base is not None else ())
 
-    def _function(self, reading: Reading, values: tuple[Any, ...]) -> Callable[..., Any]:
+    def _function(
+        self, reading: Reading, values: tuple[Any, ...], outermost: bool = True
+    ) -> Callable[..., Any]:
         """Returns the function with `values` in place of the modules that it names."""
-        fn = modules.rebound(self.fn, reading.module_names, values)
+        fn = modules.rebound(self.traced if outermost else self.fn, reading.module_names, values)
         if self.base is None:
             return fn
 
@@ -144,7 +143,7 @@ class Program:
         """
 
         def close(values: tuple[Any, ...]) -> Any:
-            return self.static.close(self._function(reading, values), args, kwargs)
+            return self.static.close(self._function(reading, values, numbers), args, kwargs)
 
         fn, rest, named = close(reading.modules)
         if reading.modules or modules.any_module((rest, named)):
@@ -196,7 +195,7 @@ class Program:
         """
         captured = captured_from(call, None if self.options["strict"] else answers)
         jaxpr, lifted = parts.lifted(captured.jaxpr, reading.arrays)
-        self.free.guard(reading, captured)
+        self.free.guard(reading, captured.read, jaxpr)
         reading = self.free.again(reading, self.read(args))
         key = self.key(reading, call, args, kwargs)
         if captured.question is not None:
@@ -215,6 +214,7 @@ class Program:
             after=captured.after,
             lifted=tuple(lifted),
             donated=tuple(i for i, flag in enumerate(flags) if flag),
+            options=self.compiler_options,
             name=self.name,
             key=(key, answers),
         )
@@ -308,7 +308,7 @@ class Program:
         """Runs the rewritten equations under whatever trace is on."""
         reading = self.read(args)
         with self.taken_apart(args, kwargs, reading, numbers=False) as call:
-            nested = _nested.get()
+            nested = nested_reports.get()
             key = self.key(reading, call, args, kwargs)
             entry = self._inlined.get(key) if nested is None else None
             if entry is None:
@@ -324,17 +324,17 @@ class Program:
                 inputs = [*(reading.arrays[i] for i in entry.lifted), *call.leaves]
                 return call.finish(entry.after, evaluate(entry.jaxpr, inputs))
         # A compiled function around this one can answer what its code asks.
-        return self._function(reading, reading.modules)(*args, **kwargs)
+        return self._function(reading, reading.modules, False)(*args, **kwargs)
 
     def _capture_inline(self, call: Call, reading: Reading, args: Any, kwargs: Any) -> Entry:
         captured = captured_from(call, None)
         jaxpr, lifted = parts.lifted(captured.jaxpr, reading.arrays)
-        self.free.guard(reading, captured)
+        self.free.guard(reading, captured.read, jaxpr)
         key = self.key(self.free.again(reading, self.read(args)), call, args, kwargs)
         jaxpr, reports = self.rewrite(jaxpr)
         entry = Entry(0, {}, reports, jaxpr=jaxpr, after=captured.after, lifted=tuple(lifted))
         of_caller = any(map(_jax.is_tracer, jaxpr.consts))
-        if _nested.get() is None and not of_caller:
+        if nested_reports.get() is None and not of_caller:
             with self.lock:
                 self._inlined[key] = entry
                 if len(self._inlined) > MAX_ENTRIES:
@@ -351,45 +351,6 @@ class Program:
             self._warned = False
             if self.roads is not None:
                 self.roads.clear()
-
-    def jaxpr(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _jax.Jaxpr:
-        """Returns the call's jaxpr rewritten; free arrays are constants of it."""
-        with fresh_traces(), self._captured(args, kwargs) as captured:
-            return self.rewrite(captured)[0]
-
-    @contextmanager
-    def _captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[_jax.Jaxpr]:
-        """Captures the call anew; questions are answered where the arguments have values."""
-        reading = self.read(args)
-        numbers = _jax.at_top_level()
-        with self.taken_apart(args, kwargs, reading, numbers) as call:
-            known = not any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
-            can_answer = known and not self.options["strict"] and _jax.at_top_level()
-            answers: tuple[Any, ...] = ()
-            while True:
-                captured = captured_from(call, answers if can_answer else None)
-                if captured.question is None:
-                    break
-                asked = evaluate(parts.without_effects(captured.jaxpr), call.leaves)[0]
-                answers += (captured.question.answer(asked),)
-            yield captured.jaxpr
-
-    def explain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Explanation:
-        """Returns what is rewritten in the call, traced anew with all it calls, and not run."""
-        reports: list[tuple[Report, ...]] = []
-        token = _nested.set(reports)
-        try:
-            with (
-                fresh_traces(),
-                record_choices() as choices,
-                self._captured(args, kwargs) as captured,
-            ):
-                direct = tuple(choices)
-                result, own = optimize(captured, self.passes())
-        finally:
-            _nested.reset(token)
-        paths = {id(x): path for x, path in self.read(args).by_path()}
-        return Explanation.of(self.name, captured, result, own, tuple(reports), direct, paths)
 
 
 def _evaluated(jaxpr: _jax.Jaxpr, *inputs: Any) -> list[Any]:

@@ -150,6 +150,7 @@ class Roads:
                     static_argnames=program.static.argnames,
                     donate_argnums=tuple(sorted(i + shift for i in variant.argnums)),
                     donate_argnames=tuple(sorted(variant.argnames)),
+                    compiler_options=program.compiler_options or None,
                 )
             return variant.jit
 
@@ -255,4 +256,5 @@ def _own_jit(entry: Entry) -> Any:
         return evaluate(entry.jaxpr, list(inputs))
 
     run.__name__ = run.__qualname__ = entry.name
-    return jax.jit(run, donate_argnums=entry.donated)
+    options = dict(entry.options) or None
+    return jax.jit(run, donate_argnums=entry.donated, compiler_options=options)
