@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 import tpjax
@@ -35,22 +36,45 @@ def test_dispatch_of_a_pytree_of_200_leaves(record_property: Any) -> None:
     ours, theirs = tpjax.compile(fn), jax.jit(fn)
     mine, jits = _fastest_us([lambda: ours(tree, x), lambda: theirs(tree, x)], 20, 50)
     record_property("us", {"compile": mine, "jit": jits})
+    print(f"200 leaves: compile {mine:.0f} us, jit {jits:.0f} us")
     assert mine <= 1.3 * jits + 20
 
 
-def test_dispatch_of_a_module(record_property: Any) -> None:
-    class Layers(nnx.Module):
-        def __init__(self) -> None:
-            self.layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(10)])
+class Layers(nnx.Module):
+    """Ten layers, read only."""
 
-        def __call__(self, x: jax.Array) -> jax.Array:
-            for layer in self.layers:
-                x = layer(x)
-            return x
+    def __init__(self) -> None:
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(10)])
 
-    model, x = Layers(), jnp.ones((2, 4))
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the last layer's output."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _changing() -> nnx.Module:
+    rngs = nnx.Rngs(0)
+    inner = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+    return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), *inner)
+
+
+@pytest.mark.parametrize("make", [Layers, _changing])
+def test_dispatch_of_a_module(make: Callable[[], Any], record_property: Any) -> None:
+    model, x = make(), jnp.ones((2, 4))
     fn = lambda model, x: model(x)  # noqa: E731
     ours, theirs = tpjax.compile(fn), nnx.jit(fn)
     mine, jits = _fastest_us([lambda: ours(model, x), lambda: theirs(model, x)], 20, 10)
     record_property("us", {"compile": mine, "nnx.jit": jits})
-    assert mine <= 1.2 * jits  # 1.1 on a quiet machine; both walk the module in Python
+    print(f"{make.__name__}: compile {mine:.0f} us, nnx.jit {jits:.0f} us")
+    assert mine <= 1.1 * jits
+
+
+def test_dispatch_with_free_arrays(record_property: Any) -> None:
+    tree = {f"leaf{i}": jnp.ones(2) for i in range(200)}
+    x = jnp.ones(2)
+    ours, theirs = tpjax.compile(lambda x: x + tree["leaf7"]), jax.jit(lambda tree, x: x)
+    mine, jits = _fastest_us([lambda: ours(x), lambda: theirs(tree, x)], 20, 50)
+    record_property("us", {"compile": mine, "jit of the same as an argument": jits})
+    print(f"200 free leaves: compile {mine:.0f} us, jit with them as an argument {jits:.0f} us")
+    assert mine <= 2 * jits + 20  # reading them again takes another walk over the tree

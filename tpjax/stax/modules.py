@@ -24,11 +24,8 @@ _TAG = "tpjax"
 
 def is_module(x: Any) -> bool:
     """Returns whether `x` is an NNX object that a call may change: a module, a variable."""
-    if "flax.nnx" not in sys.modules:
-        return False
-    from flax import nnx
-
-    return isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x)
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and (isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x))
 
 
 def any_module(tree: Any) -> bool:
@@ -86,13 +83,25 @@ def _take_out(tree: Any) -> tuple[tuple[Any, ...], list[Any], Callable[[Any, Any
     return modules, others, put_back, (treedef, tuple(where))
 
 
+def taken_out(named: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns a call's modules and other leaves for `taken_apart`, or None if it has no modules.
+
+    Args:
+      named: the modules under the function's free names.
+      args: the arguments.
+      kwargs: those by name.
+    """
+    if "flax.nnx" not in sys.modules:
+        return None
+    found = _take_out((named, args, dict(kwargs)))
+    return found if found[0] else None
+
+
 @contextmanager
 def taken_apart(
     function: Callable[[tuple[Any, ...]], Callable[..., Any]],
     name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    named: tuple[Any, ...] = (),
+    found: Any,
     numbers: bool = True,
 ) -> Iterator[Call]:
     """Takes apart a call with modules among its arguments or under the function's free names.
@@ -102,14 +111,12 @@ def taken_apart(
     Args:
       function: returns the function that has other modules under those free names.
       name: the function's.
-      args: the arguments.
-      kwargs: those by name.
-      named: the modules under the free names.
+      found: what `taken_out` returned.
       numbers: whether Python numbers among the arguments are traced.
     """
     from flax import nnx
 
-    modules, others, put_back, shape = _take_out((named, args, dict(kwargs)))
+    modules, others, put_back, shape = found
     others, kept, put_numbers_back = set_aside(others, numbers)
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as outside:

@@ -146,13 +146,14 @@ class Program:
             return self.static.close(self._function(reading, values, numbers), args, kwargs)
 
         fn, rest, named = close(reading.modules)
-        if reading.modules or modules.any_module((rest, named)):
-            with modules.taken_apart(
-                lambda values: close(values)[0], self.name, rest, named, reading.modules, numbers
-            ) as call:
-                yield call
-        else:
+        found = modules.taken_out(reading.modules, rest, named)
+        if found is None:
             yield take_apart(fn, rest, named, numbers)
+            return
+        with modules.taken_apart(
+            lambda values: close(values)[0], self.name, found, numbers
+        ) as call:
+            yield call
 
     def key(self, reading: Reading, call: Call, args: Any, kwargs: Any) -> Key:
         """Returns everything that an entry for the call depends on, besides answers."""
