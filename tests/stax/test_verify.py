@@ -170,11 +170,10 @@ def test_mask_off_by_one_in_a_recogniser(tmp_path: Path, monkeypatch: Any) -> No
 
     monkeypatch.setattr(attention, "band_of", off)
     args = tuple(inputs(f"f32[{B},{T},{H},{D}]", i) for i in range(3))
-    difference = found(attend, args, PASSES, tmp_path)
+    difference = found(attend, args, (attention.fuse_attention,), tmp_path)
     assert (difference.rule, difference.primitive) == ("attention", "dot_general")
     assert difference.source.startswith("tests/stax_passes/test_attention_rewrites.py:")
     assert outcome(difference.reproducer or "")[0] == 1
-    assert verified(attend, args, (CLEAN_UP,)) is None
 
 
 def steps(x: Any, ts: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.harness import inputs
+from tests.harness import inputs, run_python
 from tests.stax import functions
 from tests.stax.test_verify import replacing, verified
 from tests.stax_passes.programs import programs, run
@@ -83,3 +83,38 @@ def test_a_program_that_magnifies_rounding_passes() -> None:
 
     near = replacing("sin", lambda x: jnp.sin(x) * jnp.float32(1 + 2**-22))
     assert verified(fn, (inputs("f32[500]", 0),), (near,)) is None
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, tempfile
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.harness import inputs, run_python
+from tests.stax.functions import norm
+from tests.stax.test_verify import found, outcome, replacing, swapping, verified
+
+def fn(x):
+    def body(x):
+        y = jnp.sin(norm(x, jnp.ones(16)))
+        return y - jax.lax.pmean(y, "d")
+    return jax.shard_map(body, in_specs=P("d"), out_specs=P("d"))(x * 1.0)
+
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(inputs("f32[4,16]", 0), NamedSharding(mesh, P("d")))
+        if kind == AxisType.Auto:
+            assert verified(fn, (x,)) is None
+            continue
+        difference = found(fn, (x,), (replacing("sin", jnp.cos),))
+        assert (difference.rule, difference.primitive) == ("other_sin", "sin")
+        assert "in the shard_map of" in difference.where
+        assert difference.where.endswith("device 0")
+        assert outcome(difference.reproducer)[0] == 1
+        difference = found(fn, (x,), (swapping("sub"),))
+        assert difference.primitive == "shard_map"
+        assert "needs its devices" in difference.note
+"""
+
+
+def test_under_a_mesh() -> None:
+    run_python(SHARDED, devices=2)

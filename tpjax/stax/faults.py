@@ -248,8 +248,8 @@ def rounding_spread(jaxpr: _jax.Jaxpr, values: list[Any], expected: Any) -> floa
         env = environment(jaxpr, values)
         for eqn in jaxpr.eqns:
             outs = run_equation(eqn, [read(env, atom) for atom in eqn.invars])
-            rounded = [x if x is UNKNOWN else _rounded(x, rng) for x in outs]
-            env.update(zip(eqn.outvars, rounded, strict=True))
+            noisy = [x if x is UNKNOWN else rounded(x, rng) for x in outs]
+            env.update(zip(eqn.outvars, noisy, strict=True))
         result = read(env, jaxpr.outvars[0])
         if not jnp.issubdtype(jax.typeof(result).dtype, jnp.floating):
             return 0.0
@@ -269,11 +269,12 @@ def moved(x: Any, tol: float, spread: float, rng: np.random.Generator) -> Any:
     return jnp.where(jnp.isfinite(x), wide + size * noise, wide).astype(dtype)
 
 
-def _rounded(x: Any, rng: np.random.Generator) -> Any:
+def rounded(x: Any, rng: np.random.Generator) -> Any:
+    """Returns the float array with each element moved by up to a unit in its last place."""
     dtype = jax.typeof(x).dtype
     if _jax.is_key(jax.typeof(x)) or not jnp.issubdtype(dtype, jnp.floating):
         return x
     wide = jnp.promote_types(dtype, jnp.float32)
     noise = jnp.asarray(rng.uniform(-1, 1, np.shape(x)), wide) * float(jnp.finfo(dtype).eps)
-    rounded = jnp.asarray(x, wide) * (1 + noise)
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
+    moved = jnp.asarray(x, wide) * (1 + noise)
+    return jnp.where(jnp.isfinite(x), moved, x).astype(dtype)

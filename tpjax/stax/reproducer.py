@@ -13,6 +13,7 @@ import re
 import tempfile
 import textwrap
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core import _jax
 from tpjax.stax.compare import Gap, gap, host
+from tpjax.stax.evaluation import environment, read, run_equation
 from tpjax.stax.faults import Fault, differs, printed
-from tpjax.stax.evaluation import run_equation
+from tpjax.stax_passes.graph import MARKS_VARYING
 
 MAX_BYTES = 2**28
 """Bytes of the operands of the largest reproducer."""
@@ -41,6 +42,8 @@ def write(name: str, fault: Fault, folder: str | Path | None) -> tuple[str | Non
       folder: where; None: a new temporary folder.
     """
     try:
+        if any(eqn.primitive.name == "shard_map" for eqn in fault.before.eqns):
+            return None, "the place is a whole shard_map, which needs its devices"
         less = smaller(fault)
         size = sum(host(x).nbytes for x in less.values)
         if size > MAX_BYTES:
@@ -161,21 +164,45 @@ def _platform() -> str:
 
 
 def _lowered(jaxpr: _jax.Jaxpr, values: list[Any]) -> Any:
-    """Returns the program exported, with keys as the integers they hold."""
+    """Returns the program exported for one device, with keys as the integers they hold."""
 
     def run(*raw: Any) -> list[Any]:
         args = [
             jax.random.wrap_key_data(r, impl=jax.random.key_impl(x)) if _holds_keys(x) else r
             for r, x in zip(raw, values, strict=True)
         ]
-        outs = jaxpr_as_fun(jaxpr)(*args)
+        outs = _without_mesh(jaxpr, args)
         return [jax.random.key_data(x) if _holds_keys(x) else x for x in outs]
 
-    jitted = jax.jit(run)
-    avals = [_aval(x) for x in values]
-    targets = set(re.findall(r"custom_call @([\w.$]+)", jitted.lower(*avals).as_text()))
-    allowed = [export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
-    return export.export(jitted, disabled_checks=allowed)(*avals)
+    jitted, avals = jax.jit(run), [_aval(x) for x in values]
+    with _one_device():
+        targets = set(re.findall(r"custom_call @([\w.$]+)", jitted.lower(*avals).as_text()))
+        allowed = [export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
+        exported = export.export(jitted, disabled_checks=allowed)(*avals)
+    if exported.nr_devices != 1:
+        raise ValueError(f"the place spans {exported.nr_devices} devices")
+    return exported
+
+
+def _one_device() -> Any:
+    """Returns a context of one device where a mesh of several is in context."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.set_mesh(jax.make_mesh((1,), ("alone",), devices=jax.devices()[:1]))
+
+
+def _without_mesh(jaxpr: _jax.Jaxpr, args: list[Any]) -> list[Any]:
+    """Returns the results, the equations' own contexts, which hold a mesh, left out."""
+    env = environment(jaxpr, args)
+    for eqn in jaxpr.eqns:
+        ins = [read(env, atom) for atom in eqn.invars]
+        if eqn.primitive.name in MARKS_VARYING:
+            env.update(zip(eqn.outvars, ins, strict=True))
+            continue
+        out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
+        outs = out if eqn.primitive.multiple_results else [out]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(env, atom) for atom in jaxpr.outvars]
 
 
 def _holds_keys(x: Any) -> bool:
