@@ -9,6 +9,7 @@ functions that ask for the value of an array, and to verify.
 
 import functools
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from tpjax.core import _jax
 from tpjax.stax import modules
 from tpjax.stax.capture import Call, donated_inputs, evaluate
 from tpjax.stax.entries import Entry
+from tpjax.stax.explanation import StrictError
 from tpjax.stax.free import Reading
 from tpjax.stax.program import MAX_ENTRIES, Program
 
@@ -118,9 +120,11 @@ class Roads:
             else:
                 result = jitted(*args, **kwargs)
         except Exception as error:
-            if state.made is None:
+            entry = state.made  # None: the capture was not finished, so the error is the user's
+            if entry is None or not self._falls_back(
+                entry, self._leaves(entry, args, kwargs), error
+            ):
                 raise
-            self._fall_back(state.made, error)
             variant.jit = None
             return self._run_fast(variant, reading, args, kwargs)
         if state.made is not None:  # traced now: tracing may have added guards
@@ -205,10 +209,19 @@ class Roads:
             inputs = _inputs(entry, reading.arrays, call)
             if self.program.options["verify"] and entry.as_written is None:
                 entry = self.program.verified(entry, inputs)
-            if entry.run is None:
-                entry = replace(entry, run=_own_jit(entry))
-                self.program.entries[entry.key] = entry
-            return call.finish(entry.after, entry.run(*inputs))
+            results = entry.run(*inputs) if entry.run else self._first_run(entry, inputs)
+            return call.finish(entry.after, results)
+
+    def _first_run(self, entry: Entry, inputs: list[Any]) -> list[Any]:
+        run = _own_jit(entry)
+        try:
+            results = run(*inputs)
+        except Exception as error:
+            if not self._falls_back(entry, inputs, error):
+                raise
+            return self._first_run(self.program.entries[entry.key], inputs)
+        self.program.entries[entry.key] = replace(entry, run=run)
+        return results
 
     def _entry_of(
         self, reading: Reading, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -235,8 +248,29 @@ class Roads:
             value = run(*(reading.arrays[i] for i in lifted), *call.leaves)[0]
             answers += (asked.answer(value),)
 
-    def _fall_back(self, entry: Entry, error: Exception) -> Entry:
-        raise error
+    def _leaves(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        rest = self.program.static.close(self.program.fn, args, kwargs)[1:]
+        arrays = self._calling.reading.arrays
+        return [*(arrays[i] for i in entry.lifted), *jax.tree.leaves(rest)]
+
+    def _falls_back(self, entry: Entry, inputs: list[Any], error: Exception) -> bool:
+        """Makes the entry run as written if its rewritten program does not compile.
+
+        Returns False where that is not what failed. Under `strict` it raises `StrictError`.
+        """
+        from tpjax.stax.fallback import failure_of
+
+        failure = None
+        if entry.as_written is None:
+            failure = failure_of(entry.jaxpr, entry.original, entry.reports, inputs)
+        if failure is None:
+            return False
+        name = self.program.name
+        if self.program.options["strict"]:
+            raise StrictError(failure.strict_message(name)) from error
+        warnings.warn(failure.message(name), stacklevel=6)
+        self.program.as_written(entry, failure.reasons())
+        return True
 
 
 def roads_of(program: Program) -> Roads:
