@@ -70,6 +70,24 @@ def linear(x, w, b):
     return x @ w + b
 
 
+def loss(logits, labels):
+    log_probs = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_probs, labels[..., None], -1)[..., 0]
+
+
+def mlp(x, w1, b1, w2, b2):
+    return jax.nn.gelu(x @ w1 + b1) @ w2 + b2
+
+
+def cast_mlp(*args):
+    return mlp(*(x.astype(jnp.bfloat16) for x in args)) * 2
+
+
+def linear_norm(x, scale):
+    y = x - x.mean(-1, keepdims=True)
+    return y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
 def norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
@@ -101,7 +119,8 @@ def grouped(x):
 TABLE = np.arange(6, dtype=np.float32)
 X, HALF, WIDE = inputs("f32[4,6]", 1), inputs("bf16[4,6]", 1), inputs("f32[2,4,6]", 1)
 SCALE, WEIGHTS, Q = inputs("f32[6]", 2), inputs("f32[6,5]", 3), inputs("f32[2,8,4,16]", 4)
-KEY, IDS, MASK = jax.random.key(0), jnp.array([2, 0]), np.tri(8, dtype=bool)
+KEY, IDS, LABELS = jax.random.key(0), jnp.array([2, 0]), jnp.array([2, 0, 0, 5])
+MASK = np.tri(8, dtype=bool)
 
 # (what it shows, pattern, program, arguments, hits); the program is not the pattern alone
 MATCHES: tuple[tuple[str, Any, Any, tuple[Any, ...], int], ...] = (
@@ -131,6 +150,11 @@ MATCHES: tuple[tuple[str, Any, Any, tuple[Any, ...], int], ...] = (
      (X, WEIGHTS), 0),
     ("a gather", lambda t, i: jnp.take(t, i, axis=0),
      lambda t, i: jnp.take(t * 2, i, axis=0) + 1, (X, IDS), 1),
+    ("a scalar index", lambda x, n: x[:, n], lambda x: jnp.sin(x)[:, x[0].argmax()] * 2, (X,), 1),
+    ("a loss, of two ranks", loss, lambda x, i: loss(x * 2, i).mean(), (X, LABELS), 1),
+    ("five arguments, cast", mlp, cast_mlp, (WIDE, WEIGHTS, SCALE[:5], WEIGHTS.T, SCALE), 1),
+    ("two layers that share a vector", linear_norm,
+     lambda x, s: linear_norm(linear_norm(x, s) * 2, s), (X, SCALE), 2),
     ("a mask", lambda m, a, b: jnp.where(m, a, b),
      lambda x: jnp.where(x > 2, x * 2, x * 3), (X,), 1),
     ("attention", attend, lambda q, k, v: attend(q * 2, k, v) + 1, (Q, Q, Q), 1),

@@ -36,6 +36,12 @@ class Pattern:
         for node in graph.nodes:
             if not self.varying.isdisjoint(node.ins):
                 self.varying.update(node.outs)
+        self.moved = {
+            value
+            for value in self.varying
+            if graph.peel(value, "transpose", *LOOSE) in graph.inputs
+        }
+        """Values that are an argument in another form: they may well serve others too."""
         value, tail = self.root, []
         while (node := graph.made_by(value, *LOOSE)) is not None and value in self.varying:
             tail.append(node.name)

@@ -13,7 +13,7 @@ arguments may be. It is then traced at the types of these, once for each combina
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,7 +107,8 @@ class Rule:
         """Raises `ValueError` if the pattern is seen to be none: it is its argument, say."""
         with self._lock:
             if not self._probes:
-                self._first([(dtype,) * self.arity() for dtype in CHECKED], RANKS[:3])
+                count = self.arity()
+                self._first([(d,) * count for d in CHECKED], [(r,) * count for r in RANKS[:3]])
             if self.malformed is not None:
                 raise ValueError(f"rule: {self.name} {self.malformed}.")
 
@@ -136,7 +137,8 @@ class Rule:
         self, pattern: Pattern, graph: Graph, root: int, bound: dict[int, int]
     ) -> "Match | str":
         operands = tuple(bound[value] for value in pattern.arguments)
-        interior = frozenset(bound.values()) - {root, *operands}
+        inside = (g for p, g in bound.items() if p not in pattern.moved)
+        interior = frozenset(inside) - {root, *operands}
         node = graph.node_of(root)
         assert node is not None
         for other in node.outs:
@@ -146,32 +148,32 @@ class Rule:
 
     def _probe(self, graph: Graph) -> None:
         """Traces the pattern at made-up types, or at types of the graph where it raises at all."""
-        count, dtypes = self.arity(), list(_dtype_choices(self._kinds, self.arity()))
-        self._base = self._base or self._first(dtypes, RANKS) or self._of_mixed_ranks(dtypes)
+        count = self.arity()
+        dtypes, ranks = _dtype_choices(self._kinds, count), _rank_choices(count)
+        self._base = self._base or self._first(dtypes, ranks)
         if self._base is not None:
             for one in dtypes:
                 self._trace(_made_up(one, self._base[1]))
             for rank in RANKS:
                 self._trace(_made_up(self._base[0], (rank,) * count))
+            for one, k in itertools.product(dtypes, range(count if count > 1 else 0)):
+                if len(set(one)) > 1 and one[k] == np.int32:  # an index is often a scalar
+                    ranks = self._base[1]
+                    self._trace(_made_up(one, (*ranks[:k], 0, *ranks[k + 1 :])))
         if self._looks:
             return
         for avals in _types_of(graph, count):
             if self._probes >= 4 * MAX_PROBES or self._trace(avals):
                 return
 
-    def _first(self, dtypes: list[Any], ranks: tuple[int, ...]) -> Any:
-        """Returns the first of the dtypes and ranks, alike for all arguments, that trace."""
-        for rank, one in itertools.product(ranks, dtypes):
-            alike = (rank,) * self.arity()
-            if self._probes < MAX_PROBES and self._trace(_made_up(one, alike)):
-                return one, alike
-        return None
-
-    def _of_mixed_ranks(self, dtypes: list[Any]) -> Any:
-        mixed = itertools.product(sorted(RANKS[:5], reverse=True), repeat=self.arity())
-        for ranks, one in itertools.product(itertools.islice(mixed, 64), dtypes):
-            if self._probes < MAX_PROBES and self._trace(_made_up(one, ranks)):
-                return one, ranks
+    def _first(self, dtypes: list[Any], ranks: list[Any]) -> Any:
+        """Returns the first dtypes and ranks that can be traced, the likeliest tried first."""
+        pairs = itertools.product(range(len(dtypes)), range(len(ranks)))
+        for i, j in sorted(pairs, key=sum):
+            if self._probes >= MAX_PROBES:
+                return None
+            if self._trace(_made_up(dtypes[i], ranks[j])):
+                return dtypes[i], ranks[j]
         return None
 
     def _trace(self, avals: tuple[Any, ...]) -> tuple[Pattern, ...]:
@@ -210,7 +212,8 @@ class Rule:
         return (pattern,) if clean is jaxpr else (cleaned, pattern)
 
     def _one_result(self, *args: Any) -> Any:
-        result = self.pattern(*args)
+        with np.errstate(all="ignore"):  # a number of the pattern need not fit every made-up dtype
+            result = self.pattern(*args)
         if not jax.tree_util.all_leaves([result]) or result is None:
             kind = type(result).__name__
             raise _MalformedError(f"has a pattern that returns a {kind}; it must return one array")
@@ -220,8 +223,11 @@ class Rule:
 def _combinations(look: Pattern, graph: Graph, node: Node) -> Iterator[tuple[int, ...]]:
     """Yields values that the arguments may be: those that leave most to the pattern first."""
     for chains in itertools.islice(look.guesses(graph, node), MAX_TYPES):
-        deepest = [chain[::-1] for chain in chains]
-        yield from itertools.islice(itertools.product(*deepest), MAX_TYPES)
+        yield tuple(chain[-1] for chain in chains)
+        uncast = [[v for v in chain if graph.dtype(v) == graph.dtype(chain[0])] for chain in chains]
+        for choice in (uncast, chains):
+            deepest = [chain[::-1] for chain in choice]
+            yield from itertools.islice(itertools.product(*deepest), MAX_TYPES)
 
 
 def _demand_pattern(pattern: Pattern, jaxpr: _jax.Jaxpr) -> None:
@@ -289,15 +295,29 @@ KINDS = tuple(
 )
 
 
-def _dtype_choices(kinds: list[Any], count: int) -> Iterable[tuple[Any, ...]]:
-    """Yields dtypes for the arguments: all of one kind, then one of another."""
-    yield from ((kind,) * count for kind in kinds)
-    pairs = [(kinds[0], other) for other in kinds[1:]] if count > 1 else []
-    if count > 1 and {np.dtype(np.int32), np.dtype(np.bool_)} <= set(kinds[1:]):
+def _dtype_choices(kinds: list[Any], count: int) -> list[tuple[Any, ...]]:
+    """Returns dtypes for the arguments, the likeliest first: alike, or one of another kind."""
+    if count == 1:
+        return [(kind,) for kind in kinds]
+    pairs = [(kinds[0], other) for other in kinds[1:]]
+    if {np.dtype(np.int32), np.dtype(np.bool_)} <= set(kinds[1:]):
         pairs.append((np.dtype(np.int32), np.dtype(np.bool_)))
-    for base, other in pairs:
-        for i in range(count):
-            yield (*(base,) * i, other, *(base,) * (count - i - 1))
+    single = [(*(a,) * i, b, *(a,) * (count - i - 1)) for a, b in pairs for i in range(count)]
+    alike = [(kind,) * count for kind in kinds]
+    return [alike[0], *single[-count:], *alike[1:], *single[:-count]]
+
+
+def _rank_choices(count: int) -> list[tuple[int, ...]]:
+    """Returns ranks for the arguments, the likeliest first: alike, then with one axis between."""
+    alike = [(rank,) * count for rank in RANKS]
+    if count == 1:
+        return alike
+    scalar = [tuple(2 * (i != k) for i in range(count)) for k in range(count)]
+    mixed = itertools.islice(itertools.product((3, 2, 1, 4, 0), repeat=count), MAX_PROBES**2)
+    near = sorted(
+        (ranks for ranks in mixed if len(set(ranks)) > 1), key=lambda ranks: max(ranks) - min(ranks)
+    )
+    return list(dict.fromkeys((*alike[:2], *near[:4], alike[2], *scalar, *alike[3:], *near)))
 
 
 def _made_up(dtypes: tuple[Any, ...], ranks: tuple[int, ...]) -> tuple[Any, ...]:
