@@ -31,7 +31,9 @@ def rule(
     Both are ordinary JAX functions of the same arrays with one array as the result. The pattern is
     traced at the shapes and dtypes of each place that it may fit, so it is written once for all of
     them; it matches up to the order of commutative operands, and numbers in it must be met exactly.
-    Parameters with defaults keep them. Give the rule to `tpjax.compile(fn, rules=(rule,))`.
+    Parameters with defaults keep them. An array that the pattern closes over is a constant, which
+    no array that the program closes over equals, as those are inputs: make it an argument. Give the
+    rule to `tpjax.compile(fn, rules=(rule,))`.
 
     Args:
       pattern: what to look for; every argument must matter to its result.
