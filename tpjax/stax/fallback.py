@@ -92,7 +92,7 @@ def failure_of(
     """
     if rewritten is original:
         return None
-    avals = [_aval(x) for x in (rewritten.in_avals if inputs is None else inputs)]
+    avals = rewritten.in_avals if inputs is None else [_aval(x) for x in inputs]
     error = _compile_error(rewritten, avals)
     if error is None or _compile_error(original, avals) is not None:
         return None
@@ -115,7 +115,7 @@ def blame(reports: Sequence[Report]) -> list[Blame]:
 
 def _aval(x: Any) -> Any:
     """Returns the type and placement of an input, which need not exist any more."""
-    aval = jax.typeof(x) if _jax.has_type(x) else x
+    aval = jax.typeof(x)
     placed = isinstance(x, jax.Array) and getattr(x, "committed", False)
     weak, sharding = bool(aval.weak_type), x.sharding if placed else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
