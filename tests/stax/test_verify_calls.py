@@ -22,6 +22,7 @@ from tpjax.stax.compare import gap
 from tpjax.stax.explanation import StrictError
 from tpjax.stax.verify import check
 from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES
+from tpjax.stax_passes.sweep import sweeping_pass
 
 
 def test_F02_compile_with_verify_runs_the_original() -> None:
@@ -73,6 +74,29 @@ def test_effects_do_not_run_and_what_follows_them_is_passed_over(capfd: Any) -> 
     assert "printed" not in capfd.readouterr().out
     only = lambda x: jnp.sin(jax.experimental.io_callback(np.sin, x, x))  # noqa: E731
     assert verified(only, args, (replacing("sin", jnp.cos),)) is None
+
+
+def test_what_is_printed_counts() -> None:
+    def fn(x: Any) -> Any:
+        y = x - 1
+        jax.debug.print("printed {}", y * 1.0)
+        return x
+
+    def start(level):
+        def edit(level, eqn):
+            if eqn.primitive.name != "sub":
+                return eqn
+            level.log.hit("drop_sub", eqn)
+            level.replace(eqn.outvars[0], eqn.invars[0])
+            return None
+
+        return edit
+
+    args = (inputs("f32[3]", 0),)
+    assert verified(fn, args) is None
+    difference = found(fn, args, (CLEAN_UP, sweeping_pass("drop_sub", "", start)))
+    assert (difference.rule, difference.primitive) == ("drop_sub", "sub")
+    assert difference.source == line_of(fn, "y = x - 1")
 
 
 def test_nothing_is_donated() -> None:

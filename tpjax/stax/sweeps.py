@@ -12,8 +12,8 @@ from typing import Any
 
 from tpjax.core import _jax
 from tpjax.stax.compare import TOLERANCES, Gap, gap
-from tpjax.stax.faults import FoundError, blame, differs, values_of, within
 from tpjax.stax.evaluation import UNKNOWN, enter, environment, read, replayed
+from tpjax.stax.faults import FoundError, blame, differs, values_of, within
 
 Pairs = Iterable[tuple[int, int]]
 """Which results of one program are which of the other."""
@@ -88,6 +88,10 @@ class _Sweep:
                     demand(out, expected.get(var, env[var]), var)
                 else:
                     theirs[var] = out
+        for first, eqn in _lasting_pairs(before, after):
+            for atom, now in zip(first.invars, eqn.invars, strict=True):
+                if isinstance(atom, _jax.Var):  # what is printed counts as a result
+                    demand(value(now), read(env, atom), atom)
         for i, j in results:
             target = before.outvars[i]
             demand(value(after.outvars[j]), read(env, target), target)
@@ -133,11 +137,27 @@ def _needed(
 ) -> set[Any]:
     """Returns the variables of `before` whose values are asked for."""
     atoms = [*before.outvars, *after.outvars]
+    for eqn, _ in _lasting_pairs(before, after):
+        atoms += eqn.invars
     for eqn in changed:
         atoms += [*eqn.invars, *eqn.outvars]
         for var in eqn.outvars:
             atoms += makers[var].invars if var in makers else []
     return {atom for atom in atoms if isinstance(atom, _jax.Var)}
+
+
+def _lasting_pairs(
+    before: _jax.Jaxpr, after: _jax.Jaxpr
+) -> list[tuple[_jax.Equation, _jax.Equation]]:
+    """Returns the equations that print, call back or check, as they were and as they are."""
+    old, new = (
+        [e for e in jaxpr.eqns if _jax.must_stay(e) and not _jax.subjaxprs(e)]
+        for jaxpr in (before, after)
+    )
+    if [e.primitive for e in old] != [e.primitive for e in new]:
+        return []
+    pairs = zip(old, new, strict=True)
+    return [(a, b) for a, b in pairs if a is not b and len(a.invars) == len(b.invars)]
 
 
 def _body_operands(eqn: _jax.Equation) -> list[list[int]]:
