@@ -262,8 +262,9 @@ def test_nothing_more_is_kept(op, sample):
 
     with tpjax.use(platform="cuda"), dispatch.record_choices() as choices:
         ours = kept(partial(op.fn, **sample.options), *arrays)
-        options = dict(choices[0].key.options)
-        run = partial(op.implementations[0].run, **options)
+        (choice,) = {c.key for c in choices}
+        assert choice is not None
+        run = partial(op.implementations[0].run, **dict(choice.options))
         assert ours == kept(lambda *a: run(*a, *absent), *arrays)
 
 
