@@ -33,7 +33,8 @@ def test_schema() -> None:
     assert json.loads(json.dumps(report)) == report
     assert report["schema_version"] == SCHEMA_VERSION == 1
     assert set(report) == {
-        "schema_version", "name", "sites", "near_misses", "passes", "cost", "constants", "lifted", "notes",
+        "schema_version", "name", "sites", "near_misses", "passes", "cost", "constants", "lifted",
+        "notes",
     }  # fmt: skip
     assert [site["op"] for site in report["sites"]] == ["flash_attention", "rms_norm"]
     for site in report["sites"]:

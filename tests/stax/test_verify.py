@@ -20,7 +20,7 @@ from jax import lax
 from tests.harness import inputs
 from tests.stax_passes.test_attention_rewrites import B, D, H, T, out, scores, softmax, tri
 from tpjax.core import _jax
-from tpjax.stax.verify import Difference, check
+from tpjax.stax.verification.verify import Difference, check
 from tpjax.stax_passes import attention, fold
 from tpjax.stax_passes.engine import Match, Recogniser, rewriting_pass
 from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES

@@ -18,9 +18,9 @@ from jax import lax
 import tpjax
 from tests.harness import assert_close, inputs
 from tests.stax.test_verify import found, line_of, replacing, swapping, verified, wave
-from tpjax.stax.compare import gap
 from tpjax.stax.explanation import StrictError
-from tpjax.stax.verify import check
+from tpjax.stax.verification.compare import gap
+from tpjax.stax.verification.verify import check
 from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES
 from tpjax.stax_passes.sweep import sweeping_pass
 

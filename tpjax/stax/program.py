@@ -288,13 +288,13 @@ class Program:
         Raises:
           StrictError: it does not, under `strict`.
         """
-        from tpjax.stax.verify import check
+        from tpjax.stax.verification.verify import check
 
         difference = check(self.name, entry.original, self.passes(), inputs)
         if difference is None:
             return entry
         if self.options["strict"]:
-            raise StrictError(f"compile: strict=True, and {difference.message(self.name)}")
+            raise StrictError(difference.strict_message(self.name))
         warnings.warn(difference.message(self.name), stacklevel=4)
         return self.as_written(entry, difference.message(self.name))
 

@@ -35,10 +35,13 @@ MIRRORED = {
 """The primitive that gives the same bits with its operands swapped."""
 
 
+UNIFORM = frozenset({"broadcast_in_dim", "pvary", "reshape", "reshard", "squeeze"})
+"""Primitives whose result has one number everywhere if the operand has."""
+
+
 def number(level: Level, atom: Atom) -> np.ndarray | None:
     """Returns the number that every element of the operand is, as an array of rank 0, or None."""
-    maker = level.maker(atom)
-    if maker is not None and maker.primitive.name == "broadcast_in_dim":
+    while (maker := level.maker(atom)) is not None and maker.primitive.name in UNIFORM:
         atom = maker.invars[0]
     if (
         not isinstance(atom, _jax.Literal)

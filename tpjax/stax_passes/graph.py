@@ -29,6 +29,9 @@ MOVES = frozenset(
 MARKS_VARYING = frozenset({"pvary", "pcast"})
 """Primitives of `shard_map` that say over which devices a value may differ; the numbers stay."""
 
+MOVES_PLACES = frozenset({"mesh_cast", "reshard"})
+"""Primitives that move a value between devices; the numbers stay."""
+
 ACROSS_DEVICES = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "axis_index", "pbroadcast", "pmax", "pmin",
     "ppermute", "psum", "psum2", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
@@ -227,7 +230,7 @@ class Graph:
         operands = [self.constant(i, depth - 1) for i in node.ins]
         if any(x is None for x in operands):
             return None
-        if node.name in MARKS_VARYING:
+        if node.name in MARKS_VARYING | MOVES_PLACES:
             return operands[0]
         return np.asarray(_jax.evaluate(node.eqn, *operands)[0])
 

@@ -30,7 +30,7 @@ ELEMENTWISE: dict[str, Callable[..., np.ndarray]] = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "not": lambda x: np.logical_not(x) if x.dtype == bool else np.invert(x),
     "select_n": lambda which, *cases: np.choose(which.astype(np.intp), np.broadcast_arrays(*cases)),
-    "stop_gradient": lambda x: x, "copy": lambda x: x,
+    "stop_gradient": lambda x: x, "copy": lambda x: x, "pvary": lambda x: x, "reshard": lambda x: x,
 }  # fmt: skip
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tpjax.core import _jax
-from tpjax.stax.compare import TOLERANCES, Gap, gap
-from tpjax.stax.evaluation import UNKNOWN, enter, environment, read, replayed
-from tpjax.stax.faults import FoundError, blame, differs, values_of, within
+from tpjax.stax.verification.compare import TOLERANCES, Gap, gap
+from tpjax.stax.verification.evaluation import UNKNOWN, enter, environment, read, replayed
+from tpjax.stax.verification.faults import FoundError, blame, differs, values_of, within
 
 Pairs = Iterable[tuple[int, int]]
 """Which results of one program are which of the other."""

@@ -15,11 +15,11 @@ least program on which the pass still goes wrong.
 
 What counts as equal: in the exact tier every bit, both sides evaluated equation by equation, since
 XLA rounds fused equations as it likes. In the close tier the row's own `tol`, else that of the
-operator, else `tpjax.stax.compare.TOLERANCES`; or four times what rounding each equation of the
+operator, else the `TOLERANCES` of `compare`; or four times what rounding each equation of the
 original at random does to it, where that is more. NaN and infinities must stand in the same places;
 attention that was given a mask may have 0 where no key is visible, as its contract says.
 
-The original's effects do not run here (`tpjax.stax.evaluation`): equations that depend on the
+The original's effects do not run here (`tpjax.stax.verification.evaluation`): equations that depend on the
 result of one are not checked. Not checked either: a compiled function inside a transformation, as
 it has no values there; a derivative that JAX takes of the rewritten program; a match in a loop
 inside a shard_map, and what an exact pass does there is compared as a whole.
@@ -36,10 +36,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core import _jax
-from tpjax.stax import reproducer
-from tpjax.stax.compare import distance, gap, host
-from tpjax.stax.evaluation import UNKNOWN, concrete, enter, read, run_equation
-from tpjax.stax.faults import (
+from tpjax.stax.verification import reproducer
+from tpjax.stax.verification.compare import distance, gap, host
+from tpjax.stax.verification.evaluation import UNKNOWN, concrete, enter, read, run_equation
+from tpjax.stax.verification.faults import (
     ROUNDINGS,
     SLACK,
     Fault,
@@ -52,8 +52,8 @@ from tpjax.stax.faults import (
     values_of,
     within,
 )  # fmt: skip
-from tpjax.stax.slices import original, probes, replaced, slice_of
-from tpjax.stax.sweeps import check_sweep
+from tpjax.stax.verification.slices import original, probes, replaced, slice_of
+from tpjax.stax.verification.sweeps import check_sweep
 from tpjax.stax_passes.engine import (
     Built,
     replacements,
@@ -92,12 +92,19 @@ class Difference:
 
     def message(self, name: str) -> str:
         """Returns the warning: what differs in the function `name`, where, and how to see it."""
+        return f"compile: {name} runs as written: {self._finding()}"
+
+    def strict_message(self, name: str) -> str:
+        """Returns what to raise instead under `strict`."""
+        return f"compile: strict=True, and in {name} {self._finding()}"
+
+    def _finding(self) -> str:
         place = f"{self.source}{f', {self.where}' if self.where else ''}"
         shown = f"Reproducer: {self.reproducer}." if self.reproducer else "No reproducer:"
         note = f" {self.note}" if self.note else ""
         return (
-            f"compile: {name} runs as written: {self.rule} changes the value of `{self.equation}` "
-            f"({place}): {self.detail}. {shown}{note}"
+            f"{self.rule} changes the value of `{self.equation}` ({place}): {self.detail}. "
+            f"{shown}{note}"
         )
 
 

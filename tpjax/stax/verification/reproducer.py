@@ -23,9 +23,9 @@ import numpy as np
 from jax import export
 
 from tpjax.core import _jax
-from tpjax.stax.compare import Gap, gap, host
-from tpjax.stax.evaluation import environment, read, run_equation
-from tpjax.stax.faults import Fault, differs, printed
+from tpjax.stax.verification.compare import Gap, gap, host
+from tpjax.stax.verification.evaluation import environment, read, run_equation
+from tpjax.stax.verification.faults import Fault, differs, printed
 from tpjax.stax_passes.graph import MARKS_VARYING
 
 MAX_BYTES = 2**28

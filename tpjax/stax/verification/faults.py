@@ -16,8 +16,8 @@ import numpy as np
 
 from tpjax.core import _jax
 from tpjax.core.operator import Choice
-from tpjax.stax.compare import TOLERANCES, Gap, distance, gap
-from tpjax.stax.evaluation import UNKNOWN, environment, read, replay, run_equation
+from tpjax.stax.verification.compare import TOLERANCES, Gap, distance, gap
+from tpjax.stax.verification.evaluation import UNKNOWN, environment, read, replay, run_equation
 
 MAX_SUSPECTS = 48
 """Equations tried one after the other; among more, the first at fault is found by bisection."""

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core import _jax
-from tpjax.stax.faults import rounded
+from tpjax.stax.verification.faults import rounded
 from tpjax.stax_passes.engine import Built
 from tpjax.stax_passes.graph import Graph, Node
 from tpjax.stax_passes.match import Match
