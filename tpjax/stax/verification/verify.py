@@ -19,7 +19,7 @@ operator, else the `TOLERANCES` of `compare`; or four times what rounding each e
 original at random does to it, where that is more. NaN and infinities must stand in the same places;
 attention that was given a mask may have 0 where no key is visible, as its contract says.
 
-The original's effects do not run here (`tpjax.stax.verification.evaluation`): equations that depend on the
+The original's effects do not run here (see `evaluation`): equations that depend on the
 result of one are not checked. Not checked either: a compiled function inside a transformation, as
 it has no values there; a derivative that JAX takes of the rewritten program; a match in a loop
 inside a shard_map, and what an exact pass does there is compared as a whole.
