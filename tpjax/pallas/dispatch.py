@@ -33,7 +33,7 @@ from tpjax.core.operator import (
     key_of,
 )
 from tpjax.pallas.differentiation import differentiable
-from tpjax.pallas.failures import Kernel, note_kernel
+from tpjax.pallas.failures import Kernel, current_rule, note_kernel
 from tpjax.pallas.partition import split_over_devices
 
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -225,7 +225,7 @@ def call(
     plain = _named(op, implementations[-1].run, tuple(options.items()))
     if chosen.name == "xla":
         return plain(*operands.values())
-    note_kernel(Kernel(op, chosen.name, key, source, chosen.run))
+    note_kernel(Kernel(op, chosen.name, key, source, chosen.run, current_rule.get()))
     called = _as_called_here(partial(chosen.run, **options))
     run = differentiable(called, plain, partial(_warn_derivative, op, source))
     if partitioning is None:

@@ -38,8 +38,12 @@ class Kernel:
     run: Callable[..., Any]
     """The implementation's: takes the operands, None where absent, and the options."""
 
+    rule: str | None = None
+    """The rewrite that put the call there; None: the user did."""
+
     def __str__(self) -> str:
-        return f"the {self.implementation} kernel of {self.op} ({self.source})"
+        where = f"{self.source}, put in by {self.rule}" if self.rule else self.source
+        return f"the {self.implementation} kernel of {self.op} ({where})"
 
 
 _noted: OrderedDict[Any, Kernel] = OrderedDict()
@@ -48,6 +52,8 @@ _fresh: set[Any] = set()
 _reasons: dict[Any, str | None] = {}
 _lock = threading.Lock()
 _hooked = False
+current_rule: ContextVar[str | None] = ContextVar("tpjax_rule", default=None)
+"""The rewrite whose replacement is being traced."""
 _asking: ContextVar[bool] = ContextVar("tpjax_asking_kernels", default=False)
 
 

@@ -24,6 +24,7 @@ from tpjax.core import _jax
 from tpjax.core.errors import UnsupportedError
 from tpjax.core.operator import Choice
 from tpjax.pallas.dispatch import record_choices
+from tpjax.pallas.failures import current_rule
 from tpjax.stax_passes.graph import Graph, Node, build, live, units
 from tpjax.stax_passes.match import Match
 from tpjax.stax_passes.report import Hit, NearMiss, Report, Tier
@@ -210,6 +211,7 @@ def _build_all(
     """Returns the replacements of the matches; where one fails the original equations stay."""
     result: dict[int, tuple[Any, Built]] = {}
     for root, (row, match) in matches.items():
+        token = current_rule.set(row.name)
         try:
             result[root] = row, _build(graph, match, run)
         except UnsupportedError:
@@ -218,6 +220,8 @@ def _build_all(
             node = graph.node_of(root)
             assert node is not None, "a root is made by a node"
             run.log.near_misses.append(_failed(row, node, cause))
+        finally:
+            current_rule.reset(token)
     return result
 
 
