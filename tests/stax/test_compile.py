@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tpjax
 from tests.harness import assert_close, inputs
@@ -340,3 +341,38 @@ def test_options_of_an_inner_jit_are_kept() -> None:
         tpjax.compile(wrong)(x)  # so options do reach the compiler
     with pytest.raises(ValueError, match="top-level"):  # as plain JAX
         jax.jit(tpjax.compile(inner), static_argnums=1)(x, "double")
+
+
+def test_flags_are_part_of_the_key() -> None:
+    compiled, x = tpjax.compile(lambda x: x @ x.T + 1.0), inputs("f32[3,4]", 0)
+    assert compiled(x).dtype == jnp.float32
+    with jax.enable_x64(True):
+        wide = np.asarray(x, np.float64)
+        assert_close("64 bits", compiled(wide), wide @ wide.T + 1.0, 1e-12)
+    with jax.numpy_dtype_promotion("strict"):
+        compiled(x)
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" in compiled.lower(x).as_text()
+    assert "HIGHEST" not in compiled.lower(x).as_text()
+    assert len(compiled.entries()) == 4
+
+
+def test_donation_of_an_outer_jit_and_of_a_module() -> None:
+    x = jnp.ones(128)
+    assert "jax.buffer_donor" in _lowered(x) or "tf.aliasing_output" in _lowered(x)
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    @nnx.jit(donate_argnums=0)
+    def step(model: nnx.Linear) -> None:
+        model.kernel[...] += 1.0
+
+    compiled, old = tpjax.compile(step), model.kernel[...]
+    expected = np.asarray(old) + 2.0
+    compiled(model)
+    compiled(model)
+    assert old.is_deleted()
+    assert_close("stepped", model.kernel[...], expected, 1e-6)
+
+
+def _lowered(x: jax.Array) -> str:
+    return jax.jit(tpjax.compile(lambda x: x + 1), donate_argnums=0).lower(x).as_text()
