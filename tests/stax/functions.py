@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions to compile, written as anyone writes them, and what a call of them did."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tests.harness import inputs
+from tpjax.core import _jax
 from tpjax.core.operator import Choice
 from tpjax.pallas.dispatch import record_choices
 
@@ -46,3 +48,14 @@ def choices_of(fn: Callable[..., Any], *args: Any) -> tuple[Any, list[Choice]]:
     """Returns what the call returns and the operators that it chose, in order."""
     with record_choices() as choices:
         return fn(*args), choices
+
+
+def operators_of(jaxpr: _jax.Jaxpr) -> Counter[str]:
+    """Returns the operators that stand in the jaxpr, each as often as it stands there."""
+    found, stack = Counter[str](), [jaxpr]
+    while stack:
+        for eqn in stack.pop().eqns:
+            operator = _jax.operator_of(eqn)
+            found.update([] if operator is None else [operator])
+            stack.extend(_jax.subjaxprs(eqn))
+    return found
