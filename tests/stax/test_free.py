@@ -94,7 +94,7 @@ def test_G08_a_function_under_a_name_is_a_guard(monkeypatch: pytest.MonkeyPatch)
 
 def test_G08_pytrees_mix_arrays_and_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = tpjax.compile(lambda x: x * TREE["w"] + TREE["n"] + len(TREE["list"]))
-    tree = {"w": X, "n": 2, "list": [X, None]}
+    tree = {"w": X, "n": 2, "list": [X + 5, None]}
     _set(monkeypatch, "TREE", tree)
     assert_close("first", compiled(X), X * X + 4, 1e-6)
     tree["w"] = 2 * X
@@ -127,7 +127,7 @@ def test_G08_attributes_that_the_code_names(monkeypatch: pytest.MonkeyPatch) -> 
     assert "global CONFIG.scale: was 2.0, is now 3.0" in str(compiled.explain_recompile())
     _set(monkeypatch, "CONFIG", types.SimpleNamespace(inner=Inner(X), scale=3.0))
     assert_close("another object", compiled(X), 3 * X * X, 1e-6)
-    assert _entries(compiled) == 2
+    assert _entries(compiled) == 3  # a class of another's, whose methods are not followed
 
 
 class _Plain:
@@ -333,3 +333,26 @@ def test_G08_a_jit_that_is_the_whole_function(monkeypatch: pytest.MonkeyPatch) -
         _set(monkeypatch, "SCALAR", 3.0)
         assert_close("number", compiled(X), 6 * X * X, 1e-6)
         assert _entries(compiled) == 2
+
+
+def test_masks_stay_constants_until_they_vary() -> None:
+    visible = jnp.tril(jnp.ones((8, 8), bool))
+    bias = jnp.where(visible, 0.0, -jnp.inf)
+
+    def attend(q: Any, k: Any, v: Any, added: bool = False) -> Any:
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / 4.0
+        scores = scores + bias if added else jnp.where(visible, scores, -jnp.inf)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
+
+    compiled = tpjax.compile(attend, static_argnames="added")
+    qkv = [inputs("f32[2,8,2,16]", i) for i in range(3)]
+    for added in (False, True):
+        assert_close("attention", compiled(*qkv, added=added), attend(*qkv, added), 3e-6)
+        hits = [hit for report in compiled.entries()[-1].reports for hit in report.hits if hit.op]
+        assert [dict(hit.choices[0].key.options)["is_causal"] for hit in hits] == [True]
+        assert not hits[0].choices[0].key.given("mask")
+    before = len(compiled.entries())
+    for shift in range(1, 6):
+        visible = jnp.tril(jnp.ones((8, 8), bool), shift)
+        assert_close("another mask", compiled(*qkv), attend(*qkv), 3e-6)
+    assert len(compiled.entries()) - before <= 3

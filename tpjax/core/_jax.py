@@ -20,6 +20,7 @@ from jax._src import literals as _literals
 from jax._src import named_sharding as _named_sharding
 from jax._src import source_info_util as _source
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.state import types as _state
 from jax.extend import core as jex
 
 Jaxpr = jex.Jaxpr
@@ -287,6 +288,31 @@ def named_by_effects(jaxpr: Jaxpr) -> set[Var]:
     """Returns the inputs and constants that effects name: references read or written."""
     named = (getattr(effect, "input", None) for effect in jaxpr.effects)
     return {var for var in named if isinstance(var, Var)}
+
+
+def written_by(eqn: Equation) -> set[Var]:
+    """Returns the references that the equation writes to."""
+    writes = (e for e in eqn.effects if isinstance(e, _state.RefEffect))
+    named = (e.input for e in writes if not isinstance(e, _state.ReadEffect))
+    return {var for var in named if isinstance(var, Var)}
+
+
+def acts_outside(eqn: Equation) -> bool:
+    """Returns whether the equation has effects other than on references, as a callback has.
+
+    Those of a kernel are its own: the GPU interpreter runs one as callbacks.
+    """
+    own = (_state.RefEffect, type(_core.internal_mutable_array_effect))
+    if eqn.primitive.name == "pallas_call" or all(isinstance(e, own) for e in eqn.effects):
+        return False
+    bodies = all_subjaxprs(eqn)
+    return not bodies or any(acts_outside(inner) for body in bodies for inner in body.eqns)
+
+
+def all_subjaxprs(eqn: Equation) -> list[Jaxpr]:
+    """Returns the bodies of an equation, also those that no rewrite may enter."""
+    values = (v if isinstance(v, tuple | list) else (v,) for v in eqn.params.values())
+    return [body for value in values for body in value if isinstance(body, Jaxpr)]
 
 
 def is_array(aval: Any) -> bool:

@@ -36,7 +36,7 @@ def traced_by(x: Any, trace: Any) -> Any:
 _Ask = Callable[[Any, str], "tuple[Any] | None"]
 _ask: ContextVar[_Ask | None] = ContextVar("tpjax_ask", default=None)
 _tell: ContextVar[Callable[[Any], None] | None] = ContextVar("tpjax_tell", default=None)
-_CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__", "__complex__")
+_CONVERSIONS = ("__bool__", "__int__", "__index__", "__float__", "__complex__", "tolist")
 
 
 @functools.cache
@@ -46,17 +46,21 @@ def _listen() -> None:
     Where no callback is set, and where it has no answer, JAX's own methods run as before.
     """
 
-    def conversion(name: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def conversion(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def method(self: Any) -> Any:
+        def method(self: Any, *args: Any) -> Any:
             ask = _ask.get()
-            answer = None if ask is None else ask(self, name)
-            return original(self) if answer is None else answer[0]
+            answer = None if ask is None or args else ask(self, name)
+            return original(self, *args) if answer is None else answer[0]
 
         return method
 
     for name in _CONVERSIONS:
         setattr(_core.Tracer, name, conversion(name, getattr(_core.Tracer, name)))
+    item = _core.ShapedArray.item.fun  # pyright: ignore[reportAttributeAccessIssue]
+    _core.ShapedArray.item = _core.aval_method(  # pyright: ignore[reportAttributeAccessIssue]
+        conversion("item", item)
+    )
     value = _array.ArrayImpl._value
 
     @property

@@ -120,15 +120,23 @@ def lifted(jaxpr: _jax.Jaxpr, values: Sequence[Any]) -> tuple[_jax.Jaxpr, list[i
     return made, [i for i, _ in found]
 
 
-def without_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Returns the jaxpr with only the equations that its results need."""
+def needed_twice(jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, _jax.Equation | None]:
+    """Returns the jaxpr with only what its results need, to be run before the jaxpr itself.
+
+    Also returns an equation among those that must not run twice, or None: one with an effect on
+    anything but references that the jaxpr makes itself.
+    """
     needed = {v for v in jaxpr.outvars if isinstance(v, _jax.Var)}
-    kept = []
+    own = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    kept, twice = [], None
     for eqn in reversed(jaxpr.eqns):
-        if any(v in needed for v in eqn.outvars):
+        written = _jax.written_by(eqn)
+        if any(v in needed for v in (*eqn.outvars, *written)):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if isinstance(v, _jax.Var))
-    return jaxpr.replace(eqns=kept[::-1])
+            if _jax.acts_outside(eqn) or not written <= own:
+                twice = eqn
+    return jaxpr.replace(eqns=kept[::-1]), twice
 
 
 def inner_constants(jaxpr: _jax.Jaxpr) -> list[Any]:
@@ -137,10 +145,9 @@ def inner_constants(jaxpr: _jax.Jaxpr) -> list[Any]:
     seen: set[int] = set()
     stack = list(jaxpr.eqns)
     while stack:
-        for value in stack.pop().params.values():
-            for body in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(body, _jax.Jaxpr) and id(body) not in seen:
-                    seen.add(id(body))
-                    found.extend(body.consts)
-                    stack.extend(body.eqns)
+        for body in _jax.all_subjaxprs(stack.pop()):
+            if id(body) not in seen:
+                seen.add(id(body))
+                found.extend(body.consts)
+                stack.extend(body.eqns)
     return found

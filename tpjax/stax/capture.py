@@ -14,8 +14,9 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from tpjax.core import _jax
-from tpjax.stax.questions import Question, Stopped, asking
+from tpjax.core import _jax, parts
+from tpjax.stax.keys import atom
+from tpjax.stax.questions import Question, asking
 
 _LIBRARIES = tuple(str(Path(m).parent) + os.sep for m in (jax.__file__,))
 _OURS = tuple(
@@ -27,7 +28,7 @@ for _folder in _OURS:
 
 
 class CaptureError(TypeError):
-    """A function asked for the value of an array while it was being traced."""
+    """A function did what cannot be traced, such as to ask for the value of an array."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def set_aside(leaves: list[Any], numbers: bool) -> tuple[list[Any], Any, Callabl
         rest = iter(traced)
         return [kept[i] if i in kept else next(rest) for i in range(len(leaves))]
 
-    key = tuple((i, type(x), x) for i, x in kept.items())
+    key = tuple((i, atom(x)) for i, x in kept.items())
     return [x for i, x in enumerate(leaves) if i not in kept], key, put_back
 
 
@@ -86,7 +87,7 @@ class Captured:
     jaxpr: _jax.Jaxpr
     after: Any = None
     question: Question | None = None
-    """What Python wanted to know of an array; `jaxpr` then computes that array."""
+    """What Python wanted to know of an array; `jaxpr` then computes that array, and no more."""
     read: tuple[Any, ...] = ()
     """Arrays, not traced, whose numbers the code turned into Python values."""
 
@@ -110,17 +111,37 @@ def captured_from(call: Call, answers: tuple[Any, ...] | None = ()) -> Captured:
         with asking(answers) as conversation:
             try:
                 results, found["after"] = call.pure(*leaves)
-            except Stopped as stop:
-                found["question"] = stop.question
-                return [stop.question.tracer]
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # also what a handler in the user's code made of `Stopped`
+                if conversation.pending is None:
+                    raise
+        if conversation.pending is not None:
+            found["question"], tracer = conversation.pending
+            return [tracer]
         _check_results(call.pure, results, found["after"])
         found["read"] = conversation.read
         return results
 
     jaxpr = trace(flat, tuple(call.leaves), {})
     if "question" in found:
-        return Captured(jaxpr, question=found["question"].without_tracer())
+        return Captured(_answering(call, jaxpr, found["question"]), question=found["question"])
     return Captured(jaxpr, call.settle(jaxpr, found["after"]), read=tuple(found["read"]))
+
+
+def _answering(call: Call, jaxpr: _jax.Jaxpr, question: Question) -> _jax.Jaxpr:
+    """Returns the jaxpr with what the answer needs alone: the call's own program runs it again."""
+    needed, twice = parts.needed_twice(jaxpr)
+    if twice is not None:
+        what = "changes a reference" if not _jax.acts_outside(twice) else "has an effect"
+        raise CaptureError(
+            f"compile: {_name(call.pure)} cannot be captured: at {question.source} Python asks for "
+            f"the value of an array that depends on {twice.primitive.name} "
+            f"({_jax.source_of(twice)}), which {what}, and it would run twice: for the answer, and "
+            "in the program. Use jax.lax.cond or jnp.where there, or leave tpjax.compile off this "
+            "function and put it on those that it calls before and after."
+        )
+    return needed
 
 
 def _check_results(fn: Callable[..., Any], results: list[Any], after: Any) -> None:
@@ -156,6 +177,17 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
         jax.errors.NonConcreteBooleanIndexError,
     ) as error:
         raise CaptureError(_explain(fn, error)) from error
+    except Exception as error:
+        kind = type(error)  # of flax, which need not be there
+        if kind.__name__ != "TraceContextError" or not kind.__module__.startswith("flax."):
+            raise
+        file, line, text = _user_line(error)
+        raise CaptureError(
+            f"compile: {_name(fn)} cannot be captured: it changes an NNX module or variable that "
+            f"it reaches indirectly, through a helper, a container, an attribute or a default "
+            f'({file}:{line}: "{text}"). Pass that as an argument, or name it directly in the '
+            "function's closure or globals; inside jax.grad, jax.vmap or jax.jit, use nnx's own."
+        ) from error
 
 
 def donated_inputs(jaxpr: _jax.Jaxpr) -> list[bool]:
@@ -172,6 +204,16 @@ def donated_inputs(jaxpr: _jax.Jaxpr) -> list[bool]:
 def evaluate(jaxpr: _jax.Jaxpr, leaves: list[Any]) -> list[Any]:
     """Runs the jaxpr's equations on the leaves, under whatever trace is on."""
     return list(jaxpr_as_fun(jaxpr)(*leaves))
+
+
+def jitted_program(jaxpr: _jax.Jaxpr, name: str, **options: Any) -> Any:
+    """Returns the jaxpr as a function of its inputs, under `jax.jit` with the options."""
+
+    def run(*inputs: Any) -> list[Any]:
+        return evaluate(jaxpr, list(inputs))
+
+    run.__name__ = run.__qualname__ = name
+    return jax.jit(run, **options)
 
 
 _REASONS: tuple[tuple[type[Exception], str, str], ...] = (
@@ -208,9 +250,13 @@ _REASONS: tuple[tuple[type[Exception], str, str], ...] = (
 
 def _explain(fn: Callable[..., Any], error: Exception) -> str:
     what, remedy = next((w, r) for kind, w, r in _REASONS if isinstance(error, kind))
-    name = getattr(fn, "__qualname__", type(fn).__name__)
+    name = _name(fn)
     file, line, text = _user_line(error)
     return f'compile: {name} cannot be captured: {what} ({file}:{line}: "{text}"). {remedy}'
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 def _user_line(error: Exception) -> tuple[str, int, str]:

@@ -3,15 +3,18 @@
 """The entries of a compiled function: what each was made for, and why no earlier one would do."""
 
 import inspect
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from tpjax.core import _jax
 from tpjax.pallas.dispatch import preference
 from tpjax.stax import modules
 from tpjax.stax.questions import Question
+from tpjax.stax.static import SameObject
 from tpjax.stax_passes.report import Report
 
 GONE = "nothing"
@@ -47,6 +50,8 @@ class Entry:
     """What the passes did."""
     as_written: str | None = None
     """Why the original program runs in place of the rewritten one, or None."""
+    kept: bool = True
+    """False: free values changed whenever it was captured, so that it serves one call."""
     name: str = ""
     key: Any = field(default=None, repr=False)
     jaxpr: Any = field(default=None, repr=False)
@@ -138,14 +143,53 @@ class Recompiles:
         return path, counts[path], last[path]
 
 
-def recompiles_of(name: str, signatures: list[tuple[int, Mapping[str, str]]]) -> Recompiles:
-    """Returns why each entry but the first was made."""
-    found = []
-    for i, (number, signature) in enumerate(signatures[1:], start=1):
-        earlier = [(len(_changes(old, signature)), n, old) for n, old in signatures[:i]]
-        _, like, old = min(earlier, key=lambda pair: (pair[0], -pair[1]))
-        found.append(Recompile(number, like, tuple(_changes(old, signature))))
-    return Recompiles(name, tuple(found))
+class Recent(OrderedDict[Any, Any]):
+    """Values by key, of which only those used last are kept."""
+
+    def use(self, key: Any) -> Any:
+        """Returns the value, which counts as used now, or None."""
+        value = self.get(key)
+        if value is not None:
+            self.move_to_end(key)
+        return value
+
+    def put(self, key: Any, value: Any, most: int) -> int:
+        """Keeps the value; returns how many went because there were more than `most`."""
+        self[key] = value
+        self.move_to_end(key)
+        gone = max(len(self) - most, 0)
+        for _ in range(gone):
+            self.popitem(last=False)
+        return gone
+
+
+class History:
+    """The signatures of the entries made last, those that are gone included."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        """Entries made in all: the number of the last one."""
+        self._last: deque[tuple[int, Mapping[str, str]]] = deque()
+
+    def add(self, signature: Mapping[str, str], most: int) -> None:
+        """Keeps the signature of a new entry."""
+        self.made += 1
+        self._last.append((self.made, signature))
+        while len(self._last) > most:
+            self._last.popleft()
+
+    def recompiles(self, name: str) -> Recompiles:
+        """Returns why each entry but the first was made."""
+        found: list[Recompile] = []
+        earlier: list[tuple[int, Mapping[str, str], frozenset[Any]]] = []
+        for number, signature in self._last:
+            items = frozenset((_DEFAULTS | dict(signature)).items())
+            if earlier:
+                distances = ((len({path for path, _ in items ^ x[2]}), -x[0], x) for x in earlier)
+                _, _, (like, old, _) = min(distances, key=lambda found: found[:2])
+                found.append(Recompile(number, like, tuple(_changes(old, signature))))
+            earlier.append((number, signature, items))
+        return Recompiles(name, tuple(found))
 
 
 def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
@@ -168,13 +212,29 @@ def signature_of(
     return found | _context()
 
 
-def leaves_by_path(
+def check_arguments(
+    name: str,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    static: tuple[str, ...] = (),
+    static: tuple[str, ...],
+) -> None:
+    """Raises if an argument of the function called `name` that is not static is no array."""
+    for path, leaf in _leaves_by_path(fn, args, kwargs, static):
+        if not _jax.has_type(leaf) and not isinstance(leaf, SameObject):
+            raise TypeError(
+                f"compile: argument {path} of {name} must be an array or a number; got "
+                f"{leaf!r:.60} ({type(leaf).__name__}). Name it in static_argnames if the "
+                "function needs it as a Python value."
+            )
+
+
+def _leaves_by_path(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    static: tuple[str, ...],
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of the arguments that are not static, each with its path."""
     for name, value in _named(fn, args, kwargs).items():
         if name not in static:
             for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
@@ -213,10 +273,11 @@ def _context() -> dict[str, str]:
 def answers_in(questions: list[tuple[Question, Any]]) -> dict[str, str]:
     """Returns the answers to a program's questions, by the line that asked."""
     found: dict[str, str] = {}
+    counts: Counter[str] = Counter()
     for question, value in questions:
         name = f"{question.kind.__name__} asked at {question.source}"
-        count = sum(key.startswith(name) for key in found)
-        found[name + (f" ({count + 1})" if count else "")] = repr(value)
+        counts[name] += 1
+        found[name + (f" ({counts[name]})" if counts[name] > 1 else "")] = repr(value)
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from tpjax.stax.capture import Call, set_aside
+from tpjax.stax.keys import atom
 
 _TAG = "tpjax"
 
@@ -43,8 +44,72 @@ def flags_in(tree: Any) -> Iterator[tuple[str, Any]]:
 
     for path, module in nnx.iter_modules(tree):
         for name, value in vars(module).items():
-            if isinstance(value, bool | int | float | str) and not name.startswith("_"):
+            if (
+                isinstance(value, bool | int | float | str) or _is_settings(value)
+            ) and not name.startswith("_"):
                 yield "".join(f".{part}" for part in (*path, name)), value
+
+
+def _is_settings(x: Any) -> bool:
+    plain = bool | int | float | str | None
+    return isinstance(x, dict) and all(isinstance(leaf, plain) for leaf in jax.tree.leaves(x))
+
+
+def snapshot(key: Any, name: str, places: tuple[tuple[Any, Any], ...]) -> Any:
+    """Returns the key of a call whose modules have attributes without a hash, as these are now.
+
+    Args:
+      key: `Call.key`.
+      name: the function's.
+      places: what the modules are in, each with its name.
+
+    Raises:
+      TypeError: an attribute is neither hashable nor a container of what is.
+    """
+    from flax import nnx
+
+    graphdef, *rest = key
+    try:
+        attributes = [(name, _frozen(getattr(x, "value", x))) for name, x in graphdef.attributes]
+    except TypeError:
+        for where, tree in places:
+            for path, module in nnx.iter_modules(tree):
+                for attribute, value in vars(module).items():
+                    if not attribute.startswith("_") and not _is_state(value):
+                        _demand_hash(name, where, (*path, attribute), value)
+        raise
+    return tuple(graphdef.nodes), tuple(attributes), *rest
+
+
+def _is_state(x: Any) -> bool:
+    leaves = jax.tree.leaves(x, is_leaf=is_module)
+    return any(is_module(leaf) or isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+def _demand_hash(name: str, where: Any, path: tuple[Any, ...], value: Any) -> None:
+    try:
+        _frozen(value)
+    except TypeError:
+        where = " ".join(where) if isinstance(where, tuple) else where
+        where = f"argument {where}" if isinstance(where, int) else where
+        raise TypeError(
+            f"compile: {name} is called with a module whose attribute "
+            f"{where}{''.join(f'.{part}' for part in path)} cannot be hashed "
+            f"({type(value).__name__}), so no entry can be found by it. Give its class a hash (a "
+            "frozen dataclass has one), or wrap what holds arrays in nnx.data."
+        ) from None
+
+
+def _frozen(x: Any) -> Any:
+    """Returns the value as part of a key, containers copied."""
+    if isinstance(x, dict):
+        return type(x), tuple((k, _frozen(v)) for k, v in x.items())
+    if isinstance(x, list | tuple):
+        return type(x), tuple(map(_frozen, x))
+    if isinstance(x, set):
+        return type(x), frozenset(x)
+    hash(x)
+    return atom(x)
 
 
 def rebound(fn: Any, names: tuple[tuple[str, str], ...], values: tuple[Any, ...]) -> Any:

@@ -106,7 +106,10 @@ OPTIONS: tuple[Option, ...] = (
         False,
         "True or False",
         _is_bool,
-        "Check the types after each pass, and raise where a pass breaks them.",
+        "Run the original program beside the rewritten one at each call outside of other "
+        "transformations. Where they differ by more than the rule allows, name the first equation "
+        "that differs, write a file that reproduces it, and run the original; `strict` raises. "
+        "The types are checked after each pass too, and a pass that breaks them raises.",
     ),
     Option(
         "static_argnums",

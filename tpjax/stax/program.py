@@ -9,7 +9,6 @@ equations traced into the caller's program, and is captured once a signature too
 import functools
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,24 +22,29 @@ from tpjax.core.errors import UnsupportedError
 from tpjax.stax import modules
 from tpjax.stax.capture import (
     Call,
+    Captured,
     CaptureError,
     captured_from,
     donated_inputs,
     evaluate,
+    jitted_program,
     take_apart,
 )
 from tpjax.stax.entries import (
     Entry,
+    History,
     Key,
+    Recent,
     Recompiles,
     answers_in,
-    leaves_by_path,
-    recompiles_of,
+    check_arguments,
     signature_of,
     signature_of_value,
 )
 from tpjax.stax.explanation import StrictError, demand_kernels
-from tpjax.stax.free import FreeValues, Reading
+from tpjax.stax.free import FreeValues, Reading, settled
+from tpjax.stax.keys import exact
+from tpjax.stax.names import classes_in
 from tpjax.stax.options import EXACT, resolve
 from tpjax.stax.questions import Question, may_ask
 from tpjax.stax.static import SameObject, Static, static_of
@@ -51,6 +55,8 @@ from tpjax.stax_passes.rules import demand_exact, with_rules
 
 MAX_ENTRIES = 256
 """Entries that one compiled function keeps; the least recently used goes first."""
+QUESTIONS = 8
+"""Questions that it keeps for each of them, on average."""
 
 nested_reports: ContextVar[list[tuple[Report, ...]] | None] = ContextVar(
     "tpjax_nested_reports", default=None
@@ -75,10 +81,9 @@ class Program:
         self.name = options["name"] or getattr(fn, "__name__", type(fn).__name__)
         self.free = FreeValues(fn)
         self.lock = threading.RLock()
-        self.entries: OrderedDict[Any, Entry] = OrderedDict()
-        self.questions: dict[Any, tuple[Question, Any, tuple[int, ...]]] = {}
-        self._inlined: OrderedDict[Any, Entry] = OrderedDict()
-        self._history: list[tuple[int, Mapping[str, str]]] = []
+        self.entries, self.questions, self._inlined = Recent(), Recent(), Recent()
+        self._history = History()
+        self._gone = 0
         self._warned = False
         self.roads: Any = None
         """Set and read by `tpjax.stax.roads`."""
@@ -160,20 +165,27 @@ class Program:
         try:
             avals = tuple(jax.typeof(x) for x in (*reading.arrays, *call.leaves))
         except TypeError:
-            self.check_arguments(args, kwargs)
+            check_arguments(self.name, self.fn, args, kwargs, self.static.argnames)
             raise
         static = self.static.key(args, kwargs)
-        return Key(reading.key, call.key, avals, static, _jax.trace_context())
+        rest = reading.key, avals, static, _jax.trace_context()
+        try:
+            return Key(call.key, *rest)
+        except TypeError:  # an attribute of a module is a dict, say
+            if not modules.any_module((reading.modules, args, kwargs)):
+                raise
+        named = (*zip(reading.module_names, reading.modules, strict=True), *enumerate(args))
+        return Key(modules.snapshot(call.key, self.name, (*named, *kwargs.items())), *rest)
 
-    def check_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raises if an argument that is not static is no array."""
-        for path, leaf in leaves_by_path(self.fn, args, kwargs, self.static.argnames):
-            if not _jax.has_type(leaf) and not isinstance(leaf, SameObject):
-                raise TypeError(
-                    f"compile: argument {path} of {self.name} must be an array or a number; got "
-                    f"{leaf!r:.60} ({type(leaf).__name__}). Name it in static_argnames if the "
-                    "function needs it as a Python value."
-                )
+    def entry(self, key: Key, answers: tuple[Any, ...] = ()) -> Entry | None:
+        """Returns the entry for the key and the answers, which counts as used now, or None."""
+        return self.entries.use((key, exact(answers)))
+
+    def question(
+        self, key: Key, answers: tuple[Any, ...]
+    ) -> tuple[Question, Any, tuple[int, ...]] | None:
+        """Returns what Python asks next, the program that answers it, and its free arrays."""
+        return self.questions.use((key, exact(answers)))
 
     def make(
         self,
@@ -183,6 +195,7 @@ class Program:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         check: Callable[[_jax.Jaxpr], None] = lambda jaxpr: None,
+        last: bool = False,
     ) -> Entry | None:
         """Captures and rewrites the call as a new entry; None where a question came first.
 
@@ -193,21 +206,25 @@ class Program:
           args: the call's, for people.
           kwargs: the call's, for people.
           check: sees the jaxpr as captured before it is rewritten; what it raises ends the making.
+          last: whether free values that change meanwhile are taken as they are.
+
+        Raises:
+          ChangedError: other free values are to be read, or they changed meanwhile: begin again.
         """
+        self.free.follow(classes_in(args, kwargs))
         captured = captured_from(call, None if self.options["strict"] else answers)
-        jaxpr, lifted = parts.lifted(captured.jaxpr, reading.arrays)
-        self.free.guard(reading, captured.read, jaxpr)
-        reading = self.free.again(reading, self.read(args))
+        jaxpr, lifted = parts.lifted(captured.jaxpr, self.free.inputs(reading, captured.jaxpr))
+        reading, kept = self._settled(reading, args, captured, jaxpr, lifted, last)
         key = self.key(reading, call, args, kwargs)
         if captured.question is not None:
-            run = jax.jit(functools.partial(_evaluated, parts.without_effects(jaxpr)))
-            self.questions[key, answers] = captured.question, run, tuple(lifted)
+            asked = captured.question, jitted_program(jaxpr, self.name), tuple(lifted)
+            self.questions.put((key, exact(answers)), asked, QUESTIONS * MAX_ENTRIES)
             return None
         check(captured.jaxpr)
         rewritten, reports = self.rewrite(jaxpr)
         flags = (*(False for _ in lifted), *donated_inputs(captured.jaxpr))
         entry = Entry(
-            len(self._history) + 1,
+            self._history.made + 1,
             self._signature(reading, args, kwargs, key, answers),
             reports,
             jaxpr=rewritten,
@@ -216,15 +233,34 @@ class Program:
             lifted=tuple(lifted),
             donated=tuple(i for i, flag in enumerate(flags) if flag),
             options=self.compiler_options,
+            kept=kept,
             name=self.name,
-            key=(key, answers),
+            key=(key, exact(answers)),
         )
-        self.entries[entry.key] = entry
-        self._history.append((entry.number, entry.signature))
-        if len(self.entries) > MAX_ENTRIES:
-            self.entries.popitem(last=False)
+        if not kept:
+            return entry
+        self._history.add(entry.signature, MAX_ENTRIES)
+        self._gone += self.entries.put(entry.key, entry, MAX_ENTRIES)
+        if self._gone >= MAX_ENTRIES and self.roads is not None:
+            self._gone = 0
+            self.roads.free_executables()
         self._warn_of_recompiles()
         return entry
+
+    def _settled(
+        self,
+        reading: Reading,
+        args: tuple[Any, ...],
+        captured: Captured,
+        jaxpr: _jax.Jaxpr,
+        lifted: list[int],
+        last: bool,
+    ) -> tuple[Reading, bool]:
+        """Returns the reading with the guards the program needs, and whether to keep that."""
+        self.free.guard(reading, captured.read, jaxpr, lifted)
+        reading = self.free.again(reading)
+        kept = self.free.settle(reading, self.read(args), last)
+        return self.free.again(reading), kept
 
     def _signature(
         self, reading: Reading, args: Any, kwargs: Any, key: Any, answers: tuple[Any, ...]
@@ -233,16 +269,16 @@ class Program:
         if self.base is not None:
             args = (args[0].get(), *args[1:])
         found = signature_of(self.fn, args, kwargs, self.static.argnames)
-        known = ((self.questions.get((key, answers[:i])), v) for i, v in enumerate(answers))
+        known = ((self.question(key, answers[:i]), v) for i, v in enumerate(answers))
         asked = [(question[0], value) for question, value in known if question is not None]
         arrays = {p: str(jax.typeof(x)) for p, x in zip(reading.paths, reading.arrays, strict=True)}
         for (kind, name), module in zip(reading.module_names, reading.modules, strict=True):
             found |= signature_of_value(f"{kind} {name}", module)
-        return found | arrays | dict(reading.guards) | answers_in(asked)
+        return found | arrays | reading.guards | answers_in(asked)
 
     def _warn_of_recompiles(self) -> None:
         limit = self.options["recompile_limit"]
-        if self._warned or len(self._history) <= limit:
+        if self._warned or self._history.made <= limit:
             return
         self._warned = True
         busiest = self.recompiles().busiest()
@@ -250,7 +286,7 @@ class Program:
             return
         path, times, change = busiest
         warnings.warn(
-            f"compile: {self.name} has {len(self._history)} entries, more than recompile_limit="
+            f"compile: {self.name} has {self._history.made} entries, more than recompile_limit="
             f"{limit}; what changes most is {path} ({times} times, last from {change.was} to "
             f"{change.now}). Keep it the same, pass it as an array, or raise recompile_limit; "
             "explain_recompile() tells every change.",
@@ -259,7 +295,7 @@ class Program:
 
     def recompiles(self) -> Recompiles:
         """Returns why each entry but the first was made."""
-        return recompiles_of(self.name, self._history)
+        return self._history.recompiles(self.name)
 
     def rewrite(self, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
         """Returns the jaxpr rewritten, and the reports; `strict` raises what others warn of."""
@@ -307,6 +343,9 @@ class Program:
 
     def inline(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the rewritten equations under whatever trace is on."""
+        return settled(lambda last: self._inline(args, kwargs, last))
+
+    def _inline(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], last: bool) -> Any:
         reading = self.read(args)
         with self.taken_apart(args, kwargs, reading, numbers=False) as call:
             nested = nested_reports.get()
@@ -314,7 +353,7 @@ class Program:
             entry = self._inlined.get(key) if nested is None else None
             if entry is None:
                 try:
-                    entry = self._capture_inline(call, reading, args, kwargs)
+                    entry = self._capture_inline(call, reading, args, kwargs, last)
                 except CaptureError:
                     if not may_ask():
                         raise
@@ -327,19 +366,20 @@ class Program:
         # A compiled function around this one can answer what its code asks.
         return self._function(reading, reading.modules, False)(*args, **kwargs)
 
-    def _capture_inline(self, call: Call, reading: Reading, args: Any, kwargs: Any) -> Entry:
+    def _capture_inline(
+        self, call: Call, reading: Reading, args: Any, kwargs: Any, last: bool
+    ) -> Entry:
+        self.free.follow(classes_in(args, kwargs))
         captured = captured_from(call, None)
-        jaxpr, lifted = parts.lifted(captured.jaxpr, reading.arrays)
-        self.free.guard(reading, captured.read, jaxpr)
-        key = self.key(self.free.again(reading, self.read(args)), call, args, kwargs)
+        jaxpr, lifted = parts.lifted(captured.jaxpr, self.free.inputs(reading, captured.jaxpr))
+        reading, kept = self._settled(reading, args, captured, jaxpr, lifted, last)
+        key = self.key(reading, call, args, kwargs)
         jaxpr, reports = self.rewrite(jaxpr)
         entry = Entry(0, {}, reports, jaxpr=jaxpr, after=captured.after, lifted=tuple(lifted))
         of_caller = any(map(_jax.is_tracer, jaxpr.consts))
-        if nested_reports.get() is None and not of_caller:
+        if nested_reports.get() is None and not of_caller and kept:
             with self.lock:
-                self._inlined[key] = entry
-                if len(self._inlined) > MAX_ENTRIES:
-                    self._inlined.popitem(last=False)
+                self._inlined.put(key, entry, MAX_ENTRIES)
         return entry
 
     def clear(self) -> None:
@@ -348,11 +388,7 @@ class Program:
             self.entries.clear()
             self.questions.clear()
             self._inlined.clear()
-            self._history.clear()
-            self._warned = False
+            self.free.forget()
+            self._history, self._gone, self._warned = History(), 0, False
             if self.roads is not None:
                 self.roads.clear()
-
-
-def _evaluated(jaxpr: _jax.Jaxpr, *inputs: Any) -> list[Any]:
-    return evaluate(jaxpr, list(inputs))

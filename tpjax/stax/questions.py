@@ -11,7 +11,7 @@ decide which entry runs, and no data are hashed.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,11 +35,6 @@ class Question:
 
     kind: type
     source: str
-    tracer: Any = None
-
-    def without_tracer(self) -> "Question":
-        """Returns the same, to be kept after the trace has ended."""
-        return replace(self, tracer=None)
 
     def answer(self, value: Any) -> Any:
         """Returns the array's value as Python asked for it."""
@@ -47,11 +42,11 @@ class Question:
 
 
 class Stopped(BaseException):
-    """Ends a capture at its first unanswered question; no `except Exception` stops it."""
+    """Ends a capture at its first unanswered question; no `except Exception` stops it.
 
-    def __init__(self, question: Question) -> None:
-        super().__init__(question.source)
-        self.question = question
+    What does stop it (`except:`, a `return` in `finally`) goes on in vain: the capture ends there
+    all the same, and what it returns or raises is dropped.
+    """
 
 
 @dataclass
@@ -61,13 +56,16 @@ class _Conversation:
     trace: Any
     answers: tuple[Any, ...] | None
     asked: int = 0
+    pending: tuple[Question, Any] | None = None
+    """The first question without an answer, and the tracer that it is about."""
     gated: list[Any] = field(default_factory=list)
     read: list[Any] = field(default_factory=list)
 
     def ask(self, tracer: Any, method: str) -> tuple[Any] | None:
         """Returns the answer in a tuple, or None where JAX's own error must come."""
         tracer = _tracing.traced_by(tracer, self.trace)
-        if tracer is None or np.prod(tracer.shape) != 1:
+        kind = None if tracer is None else _kind_of(tracer, method)
+        if kind is None:
             return None
         source = _jax.current_source()
         if any(tracer is gated for gated in self.gated):
@@ -77,10 +75,21 @@ class _Conversation:
             )
         if self.answers is None:
             return None
+        if self.pending is None and self.asked == len(self.answers):
+            self.pending = Question(kind, source), tracer
+        if self.pending is not None:
+            raise Stopped(source)
         self.asked += 1
-        if self.asked > len(self.answers):
-            raise Stopped(Question(_KINDS[method], source, tracer))
         return (self.answers[self.asked - 1],)
+
+
+def _kind_of(tracer: Any, method: str) -> type | None:
+    """Returns the Python type that the method makes of a traced array with one number, or None."""
+    if not _jax.is_array(tracer.aval) or np.prod(tracer.shape) != 1:
+        return None
+    if method == "tolist" and tracer.shape:
+        return None  # a list of one number is no answer
+    return _KINDS.get(method) or type(np.zeros((), tracer.dtype).item())
 
 
 _current: ContextVar[_Conversation | None] = ContextVar("tpjax_conversation", default=None)

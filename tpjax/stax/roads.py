@@ -19,11 +19,12 @@ import jax
 
 from tpjax.core import _jax
 from tpjax.stax import modules
-from tpjax.stax.capture import Call, donated_inputs, evaluate
-from tpjax.stax.entries import Entry
+from tpjax.stax.capture import Call, donated_inputs, evaluate, jitted_program
+from tpjax.stax.entries import Entry, check_arguments
 from tpjax.stax.explanation import StrictError
-from tpjax.stax.free import Reading
+from tpjax.stax.free import Reading, settled
 from tpjax.stax.program import MAX_ENTRIES, Program
+from tpjax.stax.static import unboxed
 
 
 class _KeyedRoadError(Exception):
@@ -56,6 +57,10 @@ class Roads:
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the call."""
+        return settled(lambda last: self._call(args, kwargs, last))
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], last: bool) -> Any:
+        self._calling.last = last
         reading = self.program.read(args)
         variant = self._variants.get(reading.key) or self._variant(reading)
         while not variant.keyed:
@@ -68,7 +73,8 @@ class Roads:
             except (TypeError, ValueError):
                 # A module need not be a pytree that jit can take.
                 if not modules.any_module((args, kwargs)):
-                    self.program.check_arguments(args, kwargs)
+                    program = self.program
+                    check_arguments(program.name, program.fn, args, kwargs, program.static.argnames)
                     raise
             variant.keyed = True
         return self._run_keyed(reading, args, kwargs)
@@ -77,17 +83,27 @@ class Roads:
         """Forgets every jit."""
         self._variants.clear()
 
+    def free_executables(self) -> None:
+        """Lets go of what jit compiled, of entries long gone too; those kept compile again."""
+        for variant in self._variants.values():
+            variant.jit = None
+
     def lower(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the call lowered, as `jax.jit(fn).lower` does."""
+        return settled(lambda last: self._lower(args, kwargs, last))
+
+    def _lower(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], last: bool) -> Any:
+        self._calling.last = last
         reading = self.program.read(args)
         variant = self._variant(reading)
         if not variant.keyed and not modules.any_module((args, kwargs)):
             state = self._calling
             state.reading, state.variant, state.made = reading, variant, None
-            given = (reading.arrays, *args) if reading.arrays else args
+            given, named = self.program.static.boxed(args, kwargs)
+            given = (reading.arrays, *given) if reading.arrays else given
             while True:
                 try:
-                    return self._jit(variant, reading).lower(*given, **kwargs)
+                    return self._jit(variant, reading).lower(*given, **named)
                 except _DonationError:
                     continue
                 except _KeyedRoadError:
@@ -114,11 +130,12 @@ class Roads:
         state = self._calling
         state.reading, state.variant, state.made = reading, variant, None
         jitted = variant.jit or self._jit(variant, reading)
+        given, named = self.program.static.boxed(args, kwargs)
         try:
             if reading.arrays:
-                result = jitted(reading.arrays, *args, **kwargs)
+                result = jitted(reading.arrays, *given, **named)
             else:
-                result = jitted(*args, **kwargs)
+                result = jitted(*given, **named)
         except Exception as error:
             entry = state.made  # None: the capture was not finished, so the error is the user's
             if entry is None or not self._falls_back(
@@ -127,7 +144,9 @@ class Roads:
                 raise
             variant.jit = None
             return self._run_fast(variant, reading, args, kwargs)
-        if state.made is not None:  # traced now: tracing may have added guards
+        if state.made is not None and not state.made.kept:
+            variant.jit = None
+        elif state.made is not None:  # traced now: tracing may have added guards
             with self.program.lock:
                 key = self.program.free.again(reading).key
                 if key not in self._variants:
@@ -161,17 +180,16 @@ class Roads:
     def _trace(self, arrays: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs while jit traces: captures and rewrites, once a signature for all threads."""
         state, program = self._calling, self.program
+        args, kwargs = unboxed(args, kwargs)
         if modules.any_module((args, kwargs)):
             raise _KeyedRoadError
         with program.taken_apart(args, kwargs, state.reading) as call:
             keep = functools.partial(self._keep_donation, state.variant, args, kwargs)
             with program.lock:
                 reading = program.free.again(state.reading)  # as other threads know it by now
-                entry = program.entries.get((program.key(reading, call, args, kwargs), ()))
+                entry = program.entry(program.key(reading, call, args, kwargs))
                 if entry is None:
-                    entry = program.make((), call, reading, args, kwargs, keep)
-                else:
-                    program.entries.move_to_end(entry.key)
+                    entry = program.make((), call, reading, args, kwargs, keep, state.last)
             if entry is None:
                 raise _KeyedRoadError
             state.made = entry
@@ -217,10 +235,11 @@ class Roads:
         try:
             results = run(*inputs)
         except Exception as error:
-            if not self._falls_back(entry, inputs, error):
+            if not (entry.kept and self._falls_back(entry, inputs, error)):
                 raise
             return self._first_run(self.program.entries[entry.key], inputs)
-        self.program.entries[entry.key] = replace(entry, run=run)
+        if entry.kept:
+            self.program.entries[entry.key] = replace(entry, run=run)
         return results
 
     def _entry_of(
@@ -234,13 +253,14 @@ class Roads:
                 known = program.free.again(reading)  # with the guards that captures added by now
                 if key is None or known is not reading:
                     reading, key, answers = known, program.key(known, call, args, kwargs), ()
-                entry = program.entries.get((key, answers))
+                entry = program.entry(key, answers)
                 if entry is not None:
-                    program.entries.move_to_end(entry.key)
                     return entry
-                question = program.questions.get((key, answers))
+                question = program.question(key, answers)
                 if question is None:
-                    entry = program.make(answers, call, reading, args, kwargs)
+                    entry = program.make(
+                        answers, call, reading, args, kwargs, last=self._calling.last
+                    )
                     if entry is not None:
                         return entry
                     continue
@@ -286,9 +306,7 @@ def _inputs(entry: Entry, arrays: Any, call: Call) -> list[Any]:
 
 
 def _own_jit(entry: Entry) -> Any:
-    def run(*inputs: Any) -> list[Any]:
-        return evaluate(entry.jaxpr, list(inputs))
-
-    run.__name__ = run.__qualname__ = entry.name
     options = dict(entry.options) or None
-    return jax.jit(run, donate_argnums=entry.donated, compiler_options=options)
+    return jitted_program(
+        entry.jaxpr, entry.name, donate_argnums=entry.donated, compiler_options=options
+    )

@@ -8,7 +8,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tpjax.core.errors import did_you_mean
+from tpjax.stax.keys import exact
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,44 @@ class Static:
 
     def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         """Returns the static values of a call, hashable as they must be."""
-        positions = tuple((i, args[i]) for i in self.argnums if i < len(args))
-        return positions, tuple((name, kwargs[name]) for name in self.argnames if name in kwargs)
+        positions = tuple((i, exact(args[i])) for i in self.argnums if i < len(args))
+        named = ((name, exact(kwargs[name])) for name in self.argnames if name in kwargs)
+        return positions, tuple(named)
+
+    def boxed(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Returns the arguments for `jax.jit`, which would take a static 0.0 for -0.0."""
+        if not self.argnums and not self.argnames:
+            return args, kwargs
+        boxed = tuple(_box(x) if i in self.argnums else x for i, x in enumerate(args))
+        return boxed, {k: _box(x) if k in self.argnames else x for k, x in kwargs.items()}
+
+
+class Exactly:
+    """A static argument that equals another one only if both make the same program."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._key = exact(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Exactly) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _box(x: Any) -> Any:
+    return Exactly(x) if isinstance(x, float | complex | tuple | np.inexact) else x
+
+
+def unboxed(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with the static ones as they were."""
+    inside = tuple(x.value if isinstance(x, Exactly) else x for x in args)
+    return inside, {k: x.value if isinstance(x, Exactly) else x for k, x in kwargs.items()}
 
 
 class SameObject:

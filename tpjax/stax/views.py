@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tpjax.core import _jax, parts
+from tpjax.core import _jax
 from tpjax.pallas.dispatch import record_choices
 from tpjax.stax.capture import captured_from, evaluate
 from tpjax.stax.explanation import Explanation
@@ -51,7 +51,7 @@ def _captured(
             captured = captured_from(call, answers if can_answer else None)
             if captured.question is None:
                 break
-            asked = evaluate(parts.without_effects(captured.jaxpr), call.leaves)[0]
+            asked = evaluate(captured.jaxpr, call.leaves)[0]
             answers += (captured.question.answer(asked),)
         yield captured.jaxpr
 
