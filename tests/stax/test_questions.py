@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python code that asks for the value of an array: one entry for each sequence of answers."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 
 import tpjax
 from tests.harness import assert_close, inputs
@@ -177,3 +179,160 @@ def test_views_follow_the_answers() -> None:
     assert "subtract" in compiled.lower(-jnp.ones(2)).as_text()
     with pytest.raises(CaptureError):
         compiled.jaxpr(jax.ShapeDtypeStruct((2,), jnp.float32))
+
+
+def test_what_python_asks_of_a_reference_is_its_value_then() -> None:
+    def kept(x: Any) -> Any:
+        total = jax.new_ref(jnp.zeros_like(x))
+        total[...] = x
+        total[...] += x
+        jax.jit(lambda ref, x: ref.__setitem__(..., ref[...] + x))(total, x)
+        first = total[...]
+        if first > 4:
+            total[...] = -x
+        return first, (total[...] if total[...] > 0 else -10 * total[...])
+
+    compiled = tpjax.compile(kept)
+    for value in (3.0, 1.0, -1.0, 2.0):
+        assert_close(str(value), compiled(jnp.float32(value)), kept(jnp.float32(value)), 1e-6)
+    assert len(compiled.entries()) == 3
+
+
+def test_a_question_may_read_a_reference_from_outside_but_not_one_written_before() -> None:
+    ref = jax.new_ref(jnp.float32(0))
+
+    @tpjax.compile
+    def reads(x: Any) -> Any:
+        out = x + 1 if ref[...] > 0 else x - 1
+        ref[...] += x
+        return out
+
+    assert [float(reads(jnp.float32(2))) for _ in range(2)] == [1.0, 3.0]
+    assert float(ref[...]) == 4
+
+    def writes(held: Any, x: Any) -> Any:
+        held[...] += x
+        return x if held[...] > 5 else -x
+
+    for fn, args in ((writes, (ref, X[0])), (lambda x: writes(ref, x), (X[0],))):
+        with pytest.raises(CaptureError, match=r"py:\d+ Python asks.*py:\d+\).*jax.lax.cond"):
+            tpjax.compile(fn)(*args)
+    assert float(ref[...]) == 4
+
+
+@pytest.mark.parametrize("where", ["here", "in a jit", "in a scan"])
+def test_no_effect_runs_twice_for_a_question(where: str) -> None:
+    calls: list[int] = []
+
+    def count() -> Any:
+        calls.append(1)
+        return np.float32(len(calls))
+
+    def counted(x: Any) -> Any:
+        return x + io_callback(count, jax.ShapeDtypeStruct((), np.float32), ordered=True)
+
+    run = {
+        "here": counted,
+        "in a jit": jax.jit(counted),
+        "in a scan": lambda x: jax.lax.scan(lambda c, _: (counted(c), None), x, None, length=2)[0],
+    }[where]
+
+    def asks(x: Any) -> Any:
+        y = run(x)
+        return y if y > 0 else -y
+
+    with pytest.raises(CaptureError, match=r"py:\d+ Python asks.*has an effect.*twice"):
+        tpjax.compile(asks)(jnp.float32(1))
+    assert not calls
+    other = tpjax.compile(lambda x: run(x) if x > 0 else -run(x))
+    other(jnp.float32(1))
+    jax.effects_barrier()
+    assert len(calls) == (2 if where == "in a scan" else 1)
+
+
+def _bare_except(x: Any) -> Any:
+    try:
+        return x + 1 if x > 0 else x - 1
+    except:  # noqa: E722
+        return 100 * x
+
+
+def _return_in_finally(x: Any) -> Any:
+    out = x
+    try:
+        out = x + 1 if x > 0 else x - 1
+    finally:
+        return out  # noqa: B012
+
+
+def _suppressed(x: Any) -> Any:
+    with contextlib.suppress(BaseException):
+        x = x + 1 if x > 0 else x - 1
+        return x * 2 if x > 3 else x * 3
+    return x
+
+
+def _raises_another(x: Any) -> Any:
+    try:
+        return x + 1 if x > 0 else x - 1
+    except BaseException:
+        raise ValueError("no") from None
+
+
+@pytest.mark.parametrize("fn", [_bare_except, _return_in_finally, _suppressed, _raises_another])
+def test_no_handler_takes_a_question_for_a_failure(fn: Any) -> None:
+    compiled = tpjax.compile(fn)
+    for value in (3.0, -3.0, 1.0):
+        assert_close(str(value), compiled(jnp.float32(value)), fn(jnp.float32(value)), 0)
+
+
+def test_an_interrupt_after_a_question_comes_through() -> None:
+    def interrupted(x: Any) -> Any:
+        try:
+            return x if x > 0 else -x
+        except BaseException:
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(KeyboardInterrupt):
+        tpjax.compile(interrupted)(X[0])
+
+
+def test_a_question_leaks_no_tracer() -> None:
+    compiled = tpjax.compile(lambda x: x * int(x.sum()) if x[0] > 0 else x)
+    with jax.checking_leaks():
+        for x in (jnp.array([2.0, 1.0]), jnp.array([-2.0, 1.0])):
+            assert_close("leaks", compiled(x), x * 3 if x[0] > 0 else x, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+def test_item_and_tolist_of_a_scalar_are_questions(dtype: str) -> None:
+    def fn(x: Any) -> Any:
+        number, other = x[:1].item(), x[0].tolist()
+        assert type(number) is type(other) is type(jnp.zeros((), dtype).item())
+        return jnp.float32(10 * number + other)
+
+    compiled = tpjax.compile(fn)
+    for value in (1, 0, 1):
+        x = jnp.full(2, value, dtype)
+        assert_close(str(value), compiled(x), fn(x), 0)
+    assert len(compiled.entries()) == 2
+    assert f"{type(jnp.zeros((), dtype).item()).__name__} asked" in str(compiled.entries()[0])
+    for fn in (lambda x: sum(x.tolist()), lambda x: x.item(0), lambda x: x[:1].tolist()[0]):
+        with pytest.raises(CaptureError, match=r"test_questions.py:\d+"):
+            tpjax.compile(fn)(X)
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        jax.jit(lambda x: x.item())(X[0])
+
+
+def test_a_nested_function_that_catches_jax_errors_has_its_questions_answered() -> None:
+    @tpjax.compile
+    def inner(x: Any) -> Any:
+        try:
+            return x + 1 if x > 0 else x - 1
+        except TypeError:
+            return 100 * x
+
+    compiled = tpjax.compile(lambda x: inner(x) * 2)
+    for value in (3.0, -3.0):
+        x = jnp.float32(value)
+        assert_close(str(value), compiled(x), 2 * (x + 1 if value > 0 else x - 1), 0)

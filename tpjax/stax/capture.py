@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core import _jax, parts
 from tpjax.stax.keys import atom
-from tpjax.stax.questions import Question, asking
+from tpjax.stax.questions import Question, asking, may_ask
 
 _LIBRARIES = tuple(str(Path(m).parent) + os.sep for m in (jax.__file__,))
 _OURS = tuple(
@@ -119,6 +119,8 @@ def captured_from(call: Call, answers: tuple[Any, ...] | None = ()) -> Captured:
         if conversation.pending is not None:
             found["question"], tracer = conversation.pending
             return [tracer]
+        if conversation.refused and may_ask():  # swallowed here, but answered around this capture
+            raise CaptureError(f"compile: Python asks at {conversation.refused}.")
         _check_results(call.pure, results, found["after"])
         found["read"] = conversation.read
         return results

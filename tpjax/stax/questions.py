@@ -58,6 +58,8 @@ class _Conversation:
     asked: int = 0
     pending: tuple[Question, Any] | None = None
     """The first question without an answer, and the tracer that it is about."""
+    refused: str | None = None
+    """Where Python asked last, if nothing is answered."""
     gated: list[Any] = field(default_factory=list)
     read: list[Any] = field(default_factory=list)
 
@@ -74,6 +76,7 @@ class _Conversation:
                 "Leave tpjax.gate out to have one entry for each value."
             )
         if self.answers is None:
+            self.refused = source
             return None
         if self.pending is None and self.asked == len(self.answers):
             self.pending = Question(kind, source), tracer
