@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries: what each was made for, why there are several, and how many are kept."""
 
+import gc
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -107,6 +109,95 @@ def test_G10_entries_are_bounded(asks: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert_close("an old one", compiled(jnp.ones(2)), jnp.ones(2) + 1 + asks, 0)
 
 
+def test_questions_and_history_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "MAX_ENTRIES", 4)
+    compiled = tpjax.compile(lambda x: x * int(x) if x > 0 else x, recompile_limit=100)
+    for n in range(1, 60):
+        assert_close(str(n), compiled(jnp.float32(n)), jnp.float32(n * n), 0)
+    kept = compiled._program
+    assert len(kept.entries) == 4
+    assert len(kept.questions) <= 4 * program.QUESTIONS
+    assert [entry.number for entry in compiled.entries()] == [56, 57, 58, 59]
+    assert [r.number for r in compiled.explain_recompile().recompiles] == [57, 58, 59]
+    assert_close("an old one", compiled(jnp.float32(1)), jnp.float32(1), 0)
+    assert compiled.entries()[-1].number == 60
+    shapes = tpjax.compile(lambda x: x + (1 if x.sum() > 0 else 0), recompile_limit=100)
+    for n in range(1, 60):
+        shapes(jnp.ones(n))
+    assert len(shapes._program.questions) <= 4 * program.QUESTIONS
+
+
+def _executables() -> int:
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_entries_long_gone_compiled_is_freed(
+    asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "MAX_ENTRIES", 4)
+    compiled = tpjax.compile(
+        lambda x: x * 2 if asks and x.sum() > 0 else x * 3, recompile_limit=100
+    )
+    xs = [np.ones(n, np.float32) for n in range(1, 40)]
+    before = _executables()
+    for x in xs:
+        compiled(x)
+    most = (1 + asks * program.QUESTIONS) * 4
+    assert _executables() - before <= most + 8
+    assert_close("goes on", compiled(xs[0]), jnp.asarray(xs[0]) * (2 if asks else 3), 0)
+
+
+def test_the_entry_most_like_a_new_one_is_named() -> None:
+    compiled = tpjax.compile(lambda x, y, z: x.sum() + y.sum() + z.sum())
+    for shape in ((1, 1, 1), (2, 2, 2), (1, 2, 1), (2, 2, 3)):
+        compiled(*(jnp.ones(n) for n in shape))
+    assert [r.like for r in compiled.explain_recompile().recompiles] == [1, 1, 2]
+    with jax.default_matmul_precision("highest"):
+        compiled(*(jnp.ones(n) for n in (2, 2, 2)))
+    assert _last(compiled) == (
+        "  entry 5 (beside entry 2): jax_default_matmul_precision: was None, is now highest"
+    )
+
+
+@pytest.mark.parametrize("how", ["static", "static by name", "under a trace", "in a tuple"])
+def test_values_that_python_calls_equal_have_entries_of_their_own(how: str) -> None:
+    def fn(x: Any, value: Any) -> Any:
+        value = value[0] if isinstance(value, tuple) else value
+        return x + np.float32(len(repr(value)) + (10 if np.signbit(value) else 0))
+
+    static: Any = {} if how == "under a trace" else {"static_argnames": "value"}
+    compiled = tpjax.compile(fn, recompile_limit=100, **static)
+    call = {
+        "static": compiled,
+        "static by name": lambda x, value: compiled(x, value=value),
+        "under a trace": lambda x, value: jax.jit(lambda x: compiled(x, value))(x),
+        "in a tuple": lambda x, value: compiled(x, (value,)),
+    }[how]
+    values = (0.0, -0.0, 1, True, 1.0, 0, False, float("nan"))
+    for _ in range(2):
+        for value in values:
+            assert_close(repr(value), call(X, value), fn(X, value), 0)
+    for value in (float("nan"), -0.0):
+        call(X, value)
+    made = compiled.entries() if static else compiled._program._inlined
+    assert len(made) == len(values)
+
+
+def test_answers_that_python_calls_equal_have_entries_of_their_own() -> None:
+    def fn(x: Any) -> Any:
+        return x * 0 + np.float32(np.copysign(1, float(x)) if float(x) == 0 else 5)
+
+    compiled = tpjax.compile(fn)
+    for _ in range(3):
+        for value in (0.0, -0.0, float("nan")):
+            x = jnp.float32(value)
+            actual, expected = compiled(x), fn(x)
+            assert_close(str(value), jnp.nan_to_num(actual), jnp.nan_to_num(expected), 0)
+    assert len(compiled.entries()) == 3
+
+
 def test_clear_forgets_everything() -> None:
     compiled = tpjax.compile(lambda x: x + (1 if x.sum() > 0 else 0))
     for x in (jnp.ones(4), -jnp.ones(4)):
@@ -115,7 +206,24 @@ def test_clear_forgets_everything() -> None:
     compiled.clear()
     assert not compiled.entries()
     assert not compiled.explain_recompile().recompiles
+    assert not compiled._program.questions
     assert_close("again", compiled(X), X + (X.sum() > 0), 0)
+
+
+def test_clear_of_a_method_forgets_what_its_objects_made() -> None:
+    class Scaled:
+        def __init__(self) -> None:
+            self.scale = 2.0
+
+        @tpjax.compile
+        def run(self, x: Any) -> Any:
+            return x * self.scale
+
+    scaled = Scaled()
+    assert_close("scaled", scaled.run(X), 2 * X, 0)
+    assert len(scaled.run.entries()) == 1
+    Scaled.run.clear()
+    assert not scaled.run.entries()
 
 
 def test_G15_a_nested_function_is_captured_once() -> None:

@@ -211,7 +211,7 @@ class Program:
         Raises:
           ChangedError: other free values are to be read, or they changed meanwhile: begin again.
         """
-        self.free.follow(classes_in(args, kwargs))
+        self.free.follow(classes_in(args, kwargs, reading.modules))
         captured = captured_from(call, None if self.options["strict"] else answers)
         jaxpr, lifted = parts.lifted(captured.jaxpr, self.free.inputs(reading, captured.jaxpr))
         reading, kept = self._settled(reading, args, captured, jaxpr, lifted, last)
@@ -369,7 +369,7 @@ class Program:
     def _capture_inline(
         self, call: Call, reading: Reading, args: Any, kwargs: Any, last: bool
     ) -> Entry:
-        self.free.follow(classes_in(args, kwargs))
+        self.free.follow(classes_in(args, kwargs, reading.modules))
         captured = captured_from(call, None)
         jaxpr, lifted = parts.lifted(captured.jaxpr, self.free.inputs(reading, captured.jaxpr))
         reading, kept = self._settled(reading, args, captured, jaxpr, lifted, last)
@@ -392,3 +392,5 @@ class Program:
             self._history, self._gone, self._warned = History(), 0, False
             if self.roads is not None:
                 self.roads.clear()
+            if self._of_objects is not None:
+                self._of_objects.clear()
