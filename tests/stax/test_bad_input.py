@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tpjax
 from tests.harness import assert_close, inputs
@@ -159,3 +160,83 @@ def test_recursion_of_a_compiled_function() -> None:
     static = tpjax.compile(lambda x, n: x if n == 0 else static(x * x, n - 1), static_argnums=1)
     assert_close("static", static(X, 3), X**8, 1e-6)
     assert_close("asked", power(X, 3), X**8, 1e-6)
+
+
+class Counter(nnx.Module):
+    """A module that counts."""
+
+    def __init__(self) -> None:
+        self.n = nnx.Variable(jnp.int32(0))
+
+    def bump(self) -> Any:
+        self.n[...] += 1
+        return self.n[...]
+
+
+HELD = {"counter": Counter()}
+
+
+def _bumps_held() -> Any:
+    return HELD["counter"].bump()
+
+
+def test_a_module_changed_through_something_else_is_an_error() -> None:
+    counter = HELD["counter"]
+
+    def assigns(x: Any) -> Any:
+        HELD["counter"].extra = x
+        return x
+
+    for fn in (
+        lambda x: x + _bumps_held(),
+        lambda x: x + HELD["counter"].bump(),
+        lambda x, c=counter: x + c.bump(),
+        assigns,
+    ):
+        for call in (tpjax.compile(fn), jax.jit(tpjax.compile(fn))):
+            with pytest.raises(
+                CaptureError, match=r"changes an NNX module.*test_bad_input.py:\d+.*as an argument"
+            ):
+                call(X)
+    assert int(counter.n[...]) == 0
+    named = tpjax.compile(lambda x: x + counter.bump())
+    assert_close("named", named(X), X + 1, 0)
+    assert int(counter.n[...]) == 1
+
+
+class Configured(nnx.Module):
+    """A module with settings in a plain attribute."""
+
+    def __init__(self, settings: Any) -> None:
+        self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.settings = settings
+
+    def __call__(self, x: Any) -> Any:
+        return self.inner(x) * self.settings["gain"][0]
+
+
+def test_settings_of_a_module_in_a_dict_are_guards() -> None:
+    model = Configured({"gain": [2.0], "name": "a"})
+    by_argument = tpjax.compile(lambda model, x: model(x))
+    by_closure, by_object = tpjax.compile(lambda x: model(x)), tpjax.compile(model)
+    calls = (lambda x: by_argument(model, x), by_closure, by_object, jax.jit(by_object))
+    for gain in (2.0, 3.0, 2.0):
+        model.settings["gain"][0] = gain
+        for call in calls[:3]:
+            assert_close(str(gain), call(X), model.inner(X) * gain, 1e-6)
+    assert_close("under a trace", calls[3](X), model.inner(X) * 2, 1e-6)
+    assert [len(c.entries()) for c in (by_argument, by_closure, by_object)] == [2, 2, 2]
+    assert "settings: was {'gain': [2.0]" in str(by_argument.explain_recompile())
+
+
+def test_an_attribute_of_a_module_without_a_hash_is_an_error() -> None:
+    class Odd:
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    model = nnx.Sequential(Configured({"gain": [2.0]}))
+    model.layers[0].settings = {"gain": [2.0], "odd": Odd()}
+    for call in (tpjax.compile(lambda model, x: model(x)), tpjax.compile(type(model).__call__)):
+        with pytest.raises(
+            TypeError, match=r"layers\.0\.settings cannot be hashed \(dict\).*frozen"
+        ):
+            call(model, X)
