@@ -28,6 +28,8 @@ from tpjax.stax.names import defaults_of, home_of, is_library, names_in
 
 MAX_DEPTH = 6
 """Attributes of attributes that are followed."""
+MAX_NESTING = 100
+"""Containers in containers that are read; a deeper one is known by identity."""
 MAX_LEAVES = 20_000
 """Leaves of one pytree that are read; a larger one is known by identity."""
 SMALL_BYTES = 4096
@@ -253,7 +255,7 @@ class Finder:
             self.watch.mutable = True
             self._guard(path, ("set", frozenset(map(atom, value))))
             return
-        if _is_cyclic(tree):
+        if _is_bottomless(tree):
             self._guard(path, Same(value))
             return
         try:
@@ -373,15 +375,15 @@ def _spelled(keys: Any) -> str:
     return keys[0] if keys and isinstance(keys[0], str) else jax.tree_util.keystr(keys)
 
 
-def _is_cyclic(tree: Any) -> bool:
-    """Returns whether a container holds itself: JAX's flattening would not survive it."""
+def _is_bottomless(tree: Any) -> bool:
+    """Returns whether a container holds itself or is very deep: flattening would not end well."""
     stack: list[tuple[Any, int]] = [(tree, 0)]
     above: list[int] = []
     while stack:
         x, depth = stack.pop()
         del above[depth:]
         if isinstance(x, dict | list | tuple):
-            if id(x) in above:
+            if depth > MAX_NESTING or id(x) in above:
                 return True
             above.append(id(x))
             inside = x.values() if isinstance(x, dict) else x
