@@ -114,6 +114,7 @@ class Explanation:
         reports: tuple[Report, ...],
         nested: tuple[tuple[Report, ...], ...],
         direct: tuple[Choice, ...],
+        inputs: tuple[str, ...],
         paths: Mapping[int, str],
     ) -> "Explanation":
         """Returns the explanation of a capture.
@@ -125,7 +126,8 @@ class Explanation:
           reports: what the passes did.
           nested: what they did in each compiled function that this one called.
           direct: choices of dispatch made while capturing, those of `nested` among them.
-          paths: where free arrays were found, by identity.
+          inputs: free arrays that are inputs of the program: where they were found, and types.
+          paths: where free arrays were found, by identity; of those that are constants, guards.
         """
         everything = [report for group in (*nested, reports) for report in group]
         hits = [hit for report in everything for hit in report.hits]
@@ -142,7 +144,10 @@ class Explanation:
             cost_of(original, choices),
             cost_of(rewritten, choices),
             tuple(str(jax.typeof(x)) for x in constants if id(x) not in paths),
-            tuple(f"{paths[id(x)]}: {jax.typeof(x)}" for x in original.consts if id(x) in paths),
+            (
+                *inputs,
+                *(f"{paths[id(x)]}: {jax.typeof(x)}" for x in original.consts if id(x) in paths),
+            ),
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tpjax.core import _jax
+from tpjax.core import _jax, parts
 from tpjax.pallas.dispatch import record_choices
 from tpjax.stax.capture import captured_from, evaluate
 from tpjax.stax.explanation import Explanation
@@ -68,9 +68,11 @@ def explanation_of(
             record_choices() as choices,
             _captured(program, args, kwargs) as captured,
         ):
-            direct = tuple(choices)
-            result, own = optimize(captured, program.passes())
+            direct, reading = tuple(choices), program.read(args)
+            jaxpr, lifted = parts.lifted(captured, program.free.inputs(reading, captured))
+            result, own = optimize(jaxpr, program.passes())
     finally:
         nested_reports.reset(token)
-    paths = {id(x): path for x, path in program.read(args).by_path()}
-    return Explanation.of(program.name, captured, result, own, tuple(reports), direct, paths)
+    inputs = tuple(f"{reading.paths[i]}: {jax.typeof(reading.arrays[i])}" for i in lifted)
+    paths = {id(x): path for x, path in reading.by_path()}
+    return Explanation.of(program.name, jaxpr, result, own, tuple(reports), direct, inputs, paths)
