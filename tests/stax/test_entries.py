@@ -4,6 +4,7 @@
 
 import gc
 import warnings
+import weakref
 from typing import Any
 
 import jax
@@ -208,6 +209,18 @@ def test_clear_forgets_everything() -> None:
     assert not compiled.explain_recompile().recompiles
     assert not compiled._program.questions
     assert_close("again", compiled(X), X + (X.sum() > 0), 0)
+
+
+def test_a_call_keeps_no_free_array_that_was_replaced() -> None:
+    weights = {"w": jnp.ones((256, 256))}
+    compiled = tpjax.compile(lambda x: x * weights["w"].sum())
+    compiled(X)
+    old = weakref.ref(weights["w"])
+    weights["w"] = 2 * weights["w"]
+    compiled.clear()
+    gc.collect()
+    assert old() is None
+    assert_close("the new one", compiled(X), X * 2 * 256**2, 1e-6)
 
 
 def test_clear_of_a_method_forgets_what_its_objects_made() -> None:

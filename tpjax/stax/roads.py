@@ -22,7 +22,7 @@ from tpjax.stax import modules
 from tpjax.stax.capture import Call, donated_inputs, evaluate, jitted_program
 from tpjax.stax.entries import Entry, check_arguments
 from tpjax.stax.explanation import StrictError
-from tpjax.stax.free import Reading, settled
+from tpjax.stax.free import NOTHING, Reading, settled
 from tpjax.stax.program import MAX_ENTRIES, Program
 from tpjax.stax.static import unboxed
 
@@ -139,11 +139,13 @@ class Roads:
         except Exception as error:
             entry = state.made  # None: the capture was not finished, so the error is the user's
             if entry is None or not self._falls_back(
-                entry, self._leaves(entry, args, kwargs), error
+                entry, self._leaves(entry, reading, args, kwargs), error
             ):
                 raise
             variant.jit = None
             return self._run_fast(variant, reading, args, kwargs)
+        finally:
+            state.reading = NOTHING  # its arrays are the user's to let go of
         if state.made is not None and not state.made.kept:
             variant.jit = None
         elif state.made is not None:  # traced now: tracing may have added guards
@@ -268,10 +270,11 @@ class Roads:
             value = run(*(reading.arrays[i] for i in lifted), *call.leaves)[0]
             answers += (asked.answer(value),)
 
-    def _leaves(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    def _leaves(
+        self, entry: Entry, reading: Reading, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
         rest = self.program.static.close(self.program.fn, args, kwargs)[1:]
-        arrays = self._calling.reading.arrays
-        return [*(arrays[i] for i in entry.lifted), *jax.tree.leaves(rest)]
+        return [*(reading.arrays[i] for i in entry.lifted), *jax.tree.leaves(rest)]
 
     def _falls_back(self, entry: Entry, inputs: list[Any], error: Exception) -> bool:
         """Makes the entry run as written if its rewritten program does not compile.
