@@ -55,7 +55,8 @@ def _body(eqn: Any, values: list[Any]) -> list[Any]:
 
 def _scan(eqn: Any, values: list[Any]) -> list[Any]:
     consts, carry, _ = (len(part) for part in eqn.params["ft_in"].unpack())
-    fixed, state, rows = values[:consts], values[consts : consts + carry], values[consts + carry :]
+    fixed, state = values[:consts], values[consts : consts + carry]
+    rows = [list(column) for column in values[consts + carry :]]
     steps, results = range(eqn.params["length"]), []
     for i in reversed(steps) if eqn.params["reverse"] else steps:
         out = _run(eqn.params["jaxpr"], [*fixed, *state, *(row[i] for row in rows)])

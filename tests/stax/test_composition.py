@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import tpjax
-from tests.harness import assert_close, inputs, run_python
+from tests.harness import assert_close, inputs
 from tests.stax.functions import TOL, block, choices_of, loss, params
 
 Fn = Callable[..., Any]
@@ -38,22 +38,12 @@ TRANSFORMS: dict[str, Fn] = {
     "grad": lambda f: jax.grad(_total(f), argnums=(0, 1)),
     "jit of value_and_grad": lambda f: jax.jit(jax.value_and_grad(_total(f))),
     "vmap": lambda f: lambda p, x: jax.vmap(f, (None, 0))(p, jnp.stack([x, 2 * x])),
-    "vmap of grad": lambda f: jax.jit(
-        lambda p, x: jax.vmap(jax.grad(_total(f)), (None, 0))(p, jnp.stack([x, 2 * x]))
-    ),
-    "jacrev": lambda f: jax.jit(
-        lambda p, x: jax.jacrev(lambda s: f(p | {"scale": s}, x))(p["scale"])
-    ),
-    "checkpoint": lambda f: jax.jit(jax.grad(_total(jax.checkpoint(f)))),
     "scan": lambda f: jax.jit(_scan(f)),
-    "grad of scan": lambda f: jax.jit(jax.grad(_total(_scan(f)))),
     "grad of scan of checkpoint": lambda f: jax.jit(jax.grad(_total(_scan(jax.checkpoint(f))))),
     "another compiled function": _inside_another,
-    "grad of another": lambda f: jax.jit(jax.grad(_total(_inside_another(f)))),
-    "vjp": lambda f: jax.jit(lambda p, x: jax.vjp(f, p, x)[1](jnp.ones_like(x))),
-    "while": lambda f: lambda p, x: jax.lax.fori_loop(0, jnp.int32(3), lambda i, h: f(p, h) + i, x),
     "cond": lambda f: lambda p, x: jax.lax.cond(x.sum() > 0, f, lambda p, x: -f(p, x), p, x),
 }
+"""A few of `tests.stax.transforms`, as a user calls them: compiled as a whole, or run eagerly."""
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -62,13 +52,6 @@ def test_composes(name: str) -> None:
     actual, choices = choices_of(transform(tpjax.compile(block)), *args)
     assert_close(name, actual, transform(block)(*args), TOL)
     assert {choice.op for choice in choices} == {"rms_norm", "flash_attention"}
-
-
-def test_eval_shape_and_export() -> None:
-    args = params(), inputs("f32[12,16]", 9)
-    assert jax.eval_shape(tpjax.compile(block), *args).shape == (12, 16)
-    exported = jax.export.export(jax.jit(tpjax.compile(block)))(*args)
-    assert_close("exported", exported.call(*args), block(*args), TOL)
 
 
 @pytest.mark.parametrize("name", ["jit", "grad", "vmap", "scan", "another compiled function"])
@@ -117,38 +100,3 @@ def test_integer_and_unused_inputs_under_grad() -> None:
     (grads,) = jax.jit(jax.grad(pick, argnums=(0,)))(params(), jnp.int32(0), None)
     expected = jax.jit(jax.grad(lambda p: 2 * loss(p, inputs("f32[12,16]", 9))))(params())
     assert_close("gradient", grads, expected, TOL)
-
-
-def test_shard_map_and_mesh() -> None:
-    run_python(
-        """
-import jax, jax.numpy as jnp, tpjax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tests.harness import assert_close, inputs
-from tests.stax.functions import TOL, block, params
-
-p, x = params(), inputs("f32[4,12,16]", 9)
-batched = lambda p, x: jax.vmap(block, (None, 0))(p, x)
-total = lambda f: lambda p, x: jnp.sum(jnp.sin(f(p, x)))
-expected = jax.jit(batched)(p, x)
-expected_grad = jax.jit(jax.grad(total(batched)))(p, x)
-for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    placed = jax.device_put(x, NamedSharding(mesh, P("data")))
-    spread = jax.device_put(p, NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        specs = dict(in_specs=(P(), P("data")), out_specs=P("data"))
-        inside = jax.shard_map(tpjax.compile(batched), **specs)
-        around = tpjax.compile(jax.shard_map(batched, **specs))
-        by_sharding = tpjax.compile(batched)
-        for name, f in (("inside", inside), ("around", around), ("sharding", by_sharding)):
-            y = f(spread, placed)
-            assert y.sharding.spec[0] == "data", (name, kind, y.sharding)
-            assert_close(f"{name} {kind}", y, expected, TOL)
-            if kind == AxisType.Auto or name == "inside":
-                g = jax.jit(jax.grad(total(f)))(spread, placed)
-                assert_close(f"grad {name} {kind}", g, expected_grad, TOL)
-        assert "rms_norm" in str(jax.make_jaxpr(around)(spread, placed))
-""",
-        devices=4,
-    )

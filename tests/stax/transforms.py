@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import tpjax
+from tests.stax.styles import STYLES
 
 Fn = Callable[..., Any]
 
@@ -21,13 +22,15 @@ class Transform(NamedTuple):
     """A row: how to transform f, and what is known of the result.
 
     `order` is how often it is differentiated, `times` how often f stands in it, and `plain` says
-    the same without `tpjax`, where `of` itself compiles.
+    the same without `tpjax`, where `of` itself compiles. `styles` are the styles of writing that
+    the row is tested with, for rows that differ from others in JAX's part of the work alone.
     """
 
     of: Callable[[Fn], Fn]
     order: int = 0
     times: int = 1
     plain: Callable[[Fn], Fn] | None = None
+    styles: tuple[str, ...] = tuple(STYLES)
 
 
 def total(f: Fn) -> Fn:
@@ -172,30 +175,38 @@ def _own_rule(f: Fn) -> Fn:
 
 _SAVED = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
+_FEW = ("plain, scanned", "nnx, unrolled")
+
 TRANSFORMS: dict[str, Transform] = {
     "jit": Transform(jax.jit),
     "vmap": Transform(lambda f: lambda *args: _per_example(f, *args)),
-    "vmap over models": Transform(_ensemble),
+    "vmap over models": Transform(_ensemble, styles=_FEW),
     "scan": Transform(_scan),
-    "while": Transform(_while),
-    "cond": Transform(_cond),
+    "while": Transform(_while, styles=_FEW),
+    "cond": Transform(_cond, styles=_FEW),
     "another compiled function": Transform(lambda f: tpjax.compile(_twice(f)), 0, 2, _twice),
-    "a jit in another": Transform(lambda f: tpjax.compile(_twice(jax.jit(f))), 0, 2, _twice),
+    "a jit in another": Transform(
+        lambda f: tpjax.compile(_twice(jax.jit(f))), 0, 2, _twice, styles=_FEW
+    ),
     "grad": Transform(lambda f: _grad(f, 2), 1),
     "value_and_grad": Transform(lambda f: jax.value_and_grad(total(f), has_aux=True), 1),
-    "vmap of grad": Transform(lambda f: lambda *args: _per_example(_grad(f), *args), 1),
+    "vmap of grad": Transform(
+        lambda f: lambda *args: _per_example(_grad(f), *args), 1, styles=_FEW
+    ),
     "jacrev": Transform(lambda f: lambda *a: jax.jacrev(lambda x: f(*a[:2], x)[0][0, 1])(a[2]), 1),
-    "vjp": Transform(_vjp, 1),
+    "vjp": Transform(_vjp, 1, styles=_FEW),
     "checkpoint": Transform(lambda f: _grad(jax.checkpoint(f)), 1),
-    "checkpoint policy": Transform(lambda f: _grad(jax.checkpoint(f, policy=_SAVED)), 1),
+    "checkpoint policy": Transform(
+        lambda f: _grad(jax.checkpoint(f, policy=_SAVED)), 1, styles=_FEW
+    ),
     "grad of scan": Transform(lambda f: _grad(_scan(f)), 1),
     "grad of scan of checkpoint": Transform(lambda f: _grad(_scan(jax.checkpoint(f))), 1),
     "grad of another": Transform(
         lambda f: _grad(tpjax.compile(_twice(f))), 1, 2, lambda f: _grad(_twice(f))
     ),
-    "custom_vjp": Transform(_own_rule, 1),
+    "custom_vjp": Transform(_own_rule, 1, styles=_FEW),
     "jvp": Transform(_jvp, 1),
-    "linearize": Transform(_linearize, 1),
+    "linearize": Transform(_linearize, 1, styles=_FEW),
     "jacfwd": Transform(_jacfwd, 1),
     "grad of grad": Transform(_penalty, 2),
     "hessian-vector product": Transform(_product, 2),
