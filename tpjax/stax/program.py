@@ -55,7 +55,7 @@ from tpjax.stax_passes.rules import demand_exact, with_rules
 
 MAX_ENTRIES = 256
 """Entries that one compiled function keeps; the least recently used goes first."""
-QUESTIONS = 8
+QUESTIONS = 2
 """Questions that it keeps for each of them, on average."""
 
 nested_reports: ContextVar[list[tuple[Report, ...]] | None] = ContextVar(
