@@ -18,6 +18,7 @@ from tests.harness import assert_close, inputs
 from tpjax.stax import program
 
 X = inputs("f32[4]", 0)
+DROPOUT: Any = None
 
 
 def _last(compiled: Any) -> str:
@@ -293,7 +294,7 @@ def test_G09_a_global_module_advances_once(monkeypatch: pytest.MonkeyPatch) -> N
     rngs, twin = nnx.Rngs(3), nnx.Rngs(3)
     dropout, same = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=twin)
     monkeypatch.setitem(globals(), "DROPOUT", dropout)
-    compiled = tpjax.compile(lambda x: DROPOUT(x) + DROPOUT(x))  # noqa: F821
+    compiled = tpjax.compile(lambda x: DROPOUT(x) + DROPOUT(x))
     for _ in range(3):
         assert_close("mask", compiled(X), same(X) + same(X), 1e-6)
     assert_close("streams", nnx.state(dropout), nnx.state(same), 0)

@@ -154,7 +154,7 @@ def test_imports_inside_the_function_and_cyclic_globals() -> None:
     run_python(
         """
 import sys, types, jax.numpy as jnp, tpjax
-config = types.ModuleType("config"); config.SCALE = 2.0; config.__file__ = "/home/config.py"
+config = types.ModuleType("config"); config.SCALE = 2.0; config.__file__ = "config.py"
 sys.modules["config"] = config
 loop = {"s": 2.0}; loop["self"] = loop
 @tpjax.compile

@@ -287,7 +287,9 @@ def test_odd_values_do_not_break_the_reading(monkeypatch: pytest.MonkeyPatch) ->
     cyclic: list[Any] = [1.0]
     cyclic.append(cyclic)
     nan, unhashable = float("nan"), {1: X, "a": X}
-    deep = functools.reduce(lambda inner, _: types.SimpleNamespace(inner=inner), range(30), X)
+    deep: Any = X
+    for _ in range(30):
+        deep = types.SimpleNamespace(inner=deep)
 
     @tpjax.compile
     def odd(x: Any) -> Any:
@@ -339,7 +341,7 @@ def test_masks_stay_constants_until_they_vary() -> None:
     visible = jnp.tril(jnp.ones((8, 8), bool))
     bias = jnp.where(visible, 0.0, -jnp.inf)
 
-    def attend(q: Any, k: Any, v: Any, added: bool = False) -> Any:
+    def attend(q: Any, k: Any, v: Any, *, added: bool = False) -> Any:
         scores = jnp.einsum("bthd,bshd->bhts", q, k) / 4.0
         scores = scores + bias if added else jnp.where(visible, scores, -jnp.inf)
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
@@ -347,10 +349,12 @@ def test_masks_stay_constants_until_they_vary() -> None:
     compiled = tpjax.compile(attend, static_argnames="added")
     qkv = [inputs("f32[2,8,2,16]", i) for i in range(3)]
     for added in (False, True):
-        assert_close("attention", compiled(*qkv, added=added), attend(*qkv, added), 3e-6)
+        assert_close("attention", compiled(*qkv, added=added), attend(*qkv, added=added), 3e-6)
         hits = [hit for report in compiled.entries()[-1].reports for hit in report.hits if hit.op]
-        assert [dict(hit.choices[0].key.options)["is_causal"] for hit in hits] == [True]
-        assert not hits[0].choices[0].key.given("mask")
+        (key,) = (hit.choices[0].key for hit in hits)
+        assert key is not None
+        assert key.option("is_causal")
+        assert not key.given("mask")
     before = len(compiled.entries())
     for shift in range(1, 6):
         visible = jnp.tril(jnp.ones((8, 8), bool), shift)

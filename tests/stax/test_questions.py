@@ -59,7 +59,7 @@ def test_G06_a_gate_keeps_a_scalar_in_the_program() -> None:
     with pytest.raises(ValueError, match=r"gate: value must be a scalar; got shape \(4,\)"):
         tpjax.compile(lambda x: x * tpjax.gate(x))(X)
     with pytest.raises(TypeError, match="gate: value must be an array that is traced; got 2"):
-        tpjax.compile(lambda x: x * tpjax.gate(2))(X)
+        tpjax.compile(lambda x: x * tpjax.gate(2))(X)  # pyright: ignore
     with pytest.raises(TypeError, match=r"stay an array.*test_questions.py:\d+"):
         tpjax.compile(lambda x: x * int(tpjax.gate(x.sum())))(X)
     under_jit = jax.jit(tpjax.compile(lambda x: x * tpjax.gate(x.sum())))
