@@ -78,4 +78,5 @@ def test_G14_eval_shape_and_export(style: str) -> None:
         lambda *args: (exported.call(*args), plain(*args)),
         compiler_options={"xla_backend_optimization_level": 0},
     )
-    assert_close(f"{style}, exported", *quick(*args), TOL)
+    actual, expected = quick(*args)
+    assert_close(f"{style}, exported", actual, expected, TOL)

@@ -268,6 +268,8 @@ def must_stay(eqn: Equation) -> bool:
     """Returns whether the equation does something besides computing its results."""
     if eqn.primitive.name == "free_ref":
         return True
+    if not eqn.effects and any(not isinstance(x.aval, _core.ShapedArray) for x in eqn.invars):
+        return True  # it has a reference and does not say what for, as Scan3 does on JAX 0.11.2
     return any(not _partial_eval.dceable_effects.contains(effect) for effect in eqn.effects)
 
 

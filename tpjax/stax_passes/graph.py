@@ -236,7 +236,7 @@ class Graph:
 
     def scalar(self, value: int) -> float | None:
         """Returns the number that every element of the value has, if it depends on no input."""
-        value = self.peel(value, "broadcast_in_dim", "reshape")
+        value = self.peel(value, "broadcast_in_dim", "reshape", *MARKS_VARYING, *MOVES_PLACES)
         constant = self.constant(value) if self.size(value) == 1 else None
         return None if constant is None else float(constant.reshape(()))
 
@@ -363,7 +363,8 @@ def live(graph: Graph, order: list[Node], operands: Mapping[int, Iterable[int]])
     """
     needed, kept = set(graph.outputs), []
     for node in reversed(order):
-        if node.eqn.effects or any(value in needed for value in node.outs):
+        stays = node.eqn.effects or _jax.must_stay(node.eqn)
+        if stays or any(value in needed for value in node.outs):
             kept.append(node)
             replaced = next((value for value in node.outs if value in operands), None)
             needed.update(node.ins if replaced is None else operands[replaced])

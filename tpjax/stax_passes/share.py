@@ -51,7 +51,7 @@ def _start(level: Level) -> Edit:
 
 def _key(eqn: _jax.Equation) -> Hashable | None:
     """Returns what equal equations have in common, or None for one that merges with no other."""
-    if eqn.effects or eqn.primitive.name in APART or not eqn.outvars:
+    if eqn.effects or _jax.must_stay(eqn) or eqn.primitive.name in APART or not eqn.outvars:
         return None
     if any(type(var) is not _jax.Var for var in eqn.outvars):
         return None  # a dropped result has no variable that another reader could use
