@@ -1,9 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Jaxprs with inputs, results, constants or equations taken out, or constants made inputs."""
+"""Jaxprs with inputs, results, constants or equations taken out, put in, or made inputs."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from tpjax.core import _jax
 
@@ -151,3 +154,50 @@ def inner_constants(jaxpr: _jax.Jaxpr) -> list[Any]:
                 found.extend(body.consts)
                 stack.extend(body.eqns)
     return found
+
+
+def copied(
+    jaxpr: _jax.Jaxpr, ins: Sequence[Any], outs: Sequence[_jax.Var], like: _jax.Equation
+) -> list[_jax.Equation]:
+    """Returns the jaxpr's equations with variables of their own, as if written at `like`.
+
+    Args:
+      jaxpr: without constants; each of its results is made by an equation of its own.
+      ins: the operands that stand for its inputs.
+      outs: the variables that stand for its results.
+      like: the equation whose source line and contexts the copies have.
+    """
+    assert not jaxpr.consts, "a written rule holds no array"
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
+    names.update(zip(jaxpr.outvars, outs, strict=True))
+
+    def named(var: Any) -> Any:
+        if isinstance(var, _jax.Literal):
+            return var
+        return names.setdefault(var, _jax.Var(var.aval)) if var not in names else names[var]
+
+    return [
+        eqn.replace(
+            invars=[named(v) for v in eqn.invars],
+            outvars=[named(v) for v in eqn.outvars],
+            ctx=like.ctx,
+            source_info=like.source_info,
+        )
+        for eqn in jaxpr.eqns
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced(fn: Callable[..., Any], avals: tuple[Any, ...], static: Any) -> _jax.Jaxpr:
+    return jax.make_jaxpr(functools.partial(fn, **dict(static)))(*avals)
+
+
+def written_as(
+    like: _jax.Equation, fn: Callable[..., Any], atoms: Sequence[Any], static: Mapping[str, Any]
+) -> list[_jax.Equation]:
+    """Returns the equations of `fn(*atoms, **static)`, to be put in place of `like`."""
+    avals = tuple(atom.aval for atom in atoms)
+    jaxpr = _traced(fn, avals, tuple(sorted(static.items())))
+    wanted = [var.aval for var in like.outvars]
+    assert jaxpr.out_avals == wanted, (fn, jaxpr.out_avals, wanted)
+    return copied(jaxpr, atoms, like.outvars, like)

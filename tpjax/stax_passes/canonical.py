@@ -19,13 +19,8 @@ import numpy as np
 from jax import lax
 
 from tpjax.core import _jax
-from tpjax.stax_passes.sweep import Atom, Edit, Level, sweeping_pass
-
-Rule = Callable[[Level, _jax.Equation], "Atom | _jax.Equation | str | None"]
-"""Returns the value that the equation's result is, or the equation to put there, or None.
-
-A string says why the rule almost fired.
-"""
+from tpjax.stax_passes.sweep import Atom, Edit, Edited, ExactRule, Level, sweeping_pass
+from tpjax.stax_passes.table import apply_rows, rows_in
 
 MIRRORED = {
     lax.add_p: lax.add_p, lax.mul_p: lax.mul_p, lax.and_p: lax.and_p, lax.or_p: lax.or_p,
@@ -239,61 +234,56 @@ def _no_broadcast(level: Level, eqn: _jax.Equation) -> Atom | None:
 
 # -- the table ------------------------------------------------------------------------------------
 
-RULES: dict[str, tuple[tuple[str, Rule], ...]] = {
-    "add": (("add_zero", partial(_drop_operand, _leaves_sums)),),
-    "sub": (("subtract_zero", partial(_drop_operand, _is_zero)),),
-    "mul": (("multiply_one", partial(_drop_operand, _is_one)),),
-    "div": (("divide_one", partial(_drop_operand, _is_one)),),
-    "integer_pow": (("first_power", _first_power),),
-    "neg": (("negate_twice", _undone),),
-    "not": (("not_twice", _undone),),
-    "and": (("and_ones", partial(_drop_operand, _all_ones)),),
-    "or": (("or_zero", partial(_drop_operand, _is_zero)),),
-    "xor": (("xor_zero", partial(_drop_operand, _is_zero)),),
-    "shift_left": (("shift_zero", partial(_drop_operand, _is_zero)),),
-    "shift_right_logical": (("shift_zero", partial(_drop_operand, _is_zero)),),
-    "shift_right_arithmetic": (("shift_zero", partial(_drop_operand, _is_zero)),),
-    "abs": (("abs_twice", _repeated),),
-    "floor": (("round_twice", _repeated),),
-    "ceil": (("round_twice", _repeated),),
-    "round": (("round_twice", _repeated),),
-    "sign": (("sign_twice", _repeated),),
-    "select_n": (("known_choice", _known_choice),),
-    "convert_element_type": (("convert_to_same", _same_type), ("convert_chain", _convert)),
-    "reshape": (("reshape_to_same", _same_type), ("reshape_chain", _reshape)),
-    "squeeze": (("squeeze_nothing", _squeeze), ("reshape_chain", _reshape)),
-    "broadcast_in_dim": (("broadcast_to_same", _no_broadcast), ("reshape_chain", _reshape)),
-    "transpose": (("transpose_chain", _transpose),),
-    "slice": (("whole_slice", _whole_slice),),
-    "dynamic_slice": (("whole_slice", _same_type),),
-    "pad": (("pad_nothing", _no_padding),),
-    "concatenate": (("concatenate_one", _only_piece),),
-    "rev": (("reverse_twice", _reverse),),
+RULES: dict[str, tuple[ExactRule, ...]] = {
+    "add": (ExactRule("add_zero", partial(_drop_operand, _leaves_sums)),),
+    "sub": (ExactRule("subtract_zero", partial(_drop_operand, _is_zero)),),
+    "mul": (ExactRule("multiply_one", partial(_drop_operand, _is_one)),),
+    "div": (ExactRule("divide_one", partial(_drop_operand, _is_one)),),
+    "integer_pow": (ExactRule("first_power", _first_power),),
+    "neg": (ExactRule("negate_twice", _undone),),
+    "not": (ExactRule("not_twice", _undone),),
+    "and": (ExactRule("and_ones", partial(_drop_operand, _all_ones)),),
+    "or": (ExactRule("or_zero", partial(_drop_operand, _is_zero)),),
+    "xor": (ExactRule("xor_zero", partial(_drop_operand, _is_zero)),),
+    "shift_left": (ExactRule("shift_zero", partial(_drop_operand, _is_zero)),),
+    "shift_right_logical": (ExactRule("shift_zero", partial(_drop_operand, _is_zero)),),
+    "shift_right_arithmetic": (ExactRule("shift_zero", partial(_drop_operand, _is_zero)),),
+    "abs": (ExactRule("abs_twice", _repeated),),
+    "floor": (ExactRule("round_twice", _repeated),),
+    "ceil": (ExactRule("round_twice", _repeated),),
+    "round": (ExactRule("round_twice", _repeated),),
+    "sign": (ExactRule("sign_twice", _repeated),),
+    "select_n": (ExactRule("known_choice", _known_choice),),
+    "convert_element_type": (
+        ExactRule("convert_to_same", _same_type),
+        ExactRule("convert_chain", _convert),
+    ),
+    "reshape": (ExactRule("reshape_to_same", _same_type), ExactRule("reshape_chain", _reshape)),
+    "squeeze": (ExactRule("squeeze_nothing", _squeeze), ExactRule("reshape_chain", _reshape)),
+    "broadcast_in_dim": (
+        ExactRule("broadcast_to_same", _no_broadcast),
+        ExactRule("reshape_chain", _reshape),
+    ),
+    "transpose": (ExactRule("transpose_chain", _transpose),),
+    "slice": (ExactRule("whole_slice", _whole_slice),),
+    "dynamic_slice": (ExactRule("whole_slice", _same_type),),
+    "pad": (ExactRule("pad_nothing", _no_padding),),
+    "concatenate": (ExactRule("concatenate_one", _only_piece),),
+    "rev": (ExactRule("reverse_twice", _reverse),),
 }
 """By primitive, the rules in order; a rule's value is taken only if its type is the result's."""
 
 
-def _edit(level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
+def _edit(level: Level, eqn: _jax.Equation) -> Edited:
     if eqn.primitive in MIRRORED and len(eqn.invars) == 2:
         swapped = _constant_last(level, eqn)
         if swapped is not None:
             level.log.hit("constant_last", eqn)
             eqn = swapped
-    if eqn.effects:
-        return eqn
-    for name, rule in RULES.get(eqn.primitive.name, ()):
-        new = rule(level, eqn)
-        if isinstance(new, str):
-            level.log.near_miss(name, eqn, new)
-        elif isinstance(new, _jax.Equation):
-            level.log.hit(name, eqn)
-            eqn = new
-        elif new is not None and new.aval is eqn.outvars[0].aval:
-            level.log.hit(name, eqn)
-            level.replace(eqn.outvars[0], new)
-            return None
-    _forward_results(level, eqn)
-    return eqn
+    new = apply_rows(RULES, level, eqn)
+    if isinstance(new, _jax.Equation):
+        _forward_results(level, new)
+    return new
 
 
 def _forward_results(level: Level, eqn: _jax.Equation) -> None:
@@ -315,5 +305,8 @@ def _start(level: Level) -> Edit:
 
 
 canonicalise = sweeping_pass(
-    "canonicalise", "Brings equations to one form and removes those that change nothing.", _start
+    "canonicalise",
+    "Brings equations to one form and removes those that change nothing.",
+    _start,
+    (ExactRule("constant_last", None), *rows_in(RULES), ExactRule("forward_result", None)),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from tpjax.core import _jax, parts
 from tpjax.stax_passes.report import Report
-from tpjax.stax_passes.sweep import Log
+from tpjax.stax_passes.sweep import ExactRule, Log
 
 Flags = tuple[bool, ...]
 
@@ -23,6 +23,12 @@ def drop_dead_code(jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Report]:
     every_in, every_out = (True,) * len(jaxpr.invars), (True,) * len(jaxpr.outvars)
     result = _Dropper(log).keep(jaxpr, every_in, every_out)
     return result, log.report("drop_dead_code", jaxpr, result)
+
+
+drop_dead_code.exact_rules = (  # pyright: ignore[reportFunctionMemberAccess]
+    ExactRule("dead_code", None),
+    ExactRule("unused_operand_or_result", None),
+)
 
 
 def _either(a: Flags, b: Flags) -> Flags:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from tpjax.core import _jax
-from tpjax.stax_passes.sweep import Atom, Level, sweeping_pass
+from tpjax.stax_passes.sweep import Atom, ExactRule, Level, sweeping_pass
 
 MAX_BYTES = 2**20
 """Bytes of the largest folded result, counted once for each of its readers."""
@@ -300,4 +300,9 @@ def _broadcast_of(value: np.ndarray, eqn: _jax.Equation) -> _jax.Equation:
     )
 
 
-fold_constants = sweeping_pass("fold_constants", "Computes now what depends on no input.", _Folder)
+fold_constants = sweeping_pass(
+    "fold_constants",
+    "Computes now what depends on no input.",
+    _Folder,
+    (ExactRule("fold", None),),
+)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpjax.core import _jax
-from tpjax.stax_passes.sweep import Atom, Edit, Level, sweeping_pass
+from tpjax.stax_passes.sweep import Atom, Edit, ExactRule, Level, sweeping_pass
 
 APART = frozenset({
     "optimization_barrier", "rng_uniform", "copy",
@@ -101,5 +101,8 @@ def _is_commutative(eqn: _jax.Equation) -> bool:
 
 
 share_subexpressions = sweeping_pass(
-    "share_subexpressions", "Merges equations that compute the same.", _start
+    "share_subexpressions",
+    "Merges equations that compute the same.",
+    _start,
+    (ExactRule("common_subexpression", None),),
 )

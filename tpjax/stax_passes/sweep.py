@@ -2,23 +2,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """One walk over a jaxpr and the bodies in it, in which an exact pass edits equations one at a time.
 
-A pass gives `edit(level, eqn)`: it returns the equation to put there, or None once every result has
-been replaced by a value that exists already. Bodies (jit, scan, while, cond, checkpoint, shard_map)
-are walked before the equation that holds them; a body that stands in several places is walked once.
+A pass gives `edit(level, eqn)`: it returns the equation to put there, or several, or None once
+every result has been replaced by a value that exists already. Bodies (jit, scan, while, cond,
+checkpoint, shard_map) are walked before the equation that holds them; a body that stands in several
+places is walked once.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpjax.core import _jax
-from tpjax.stax_passes.report import Hit, NearMiss, Report
+from tpjax.core import _jax, parts
+from tpjax.stax_passes.report import Hit, NearMiss, Report, Tier
+
+SAME = "the bits of the original equations, one by one; gradients too"
 
 Pass = Callable[[_jax.Jaxpr], tuple[_jax.Jaxpr, Report]]
 """A pure function from a jaxpr to one that computes the same, and the report of what it did."""
 
 Atom = Any
 """An operand: a variable or a literal."""
+
+
+@dataclass(frozen=True)
+class ExactRule:
+    """A row of an exact pass: its name in reports, what it looks for, and what it promises.
+
+    `rewrite(level, eqn)` returns the value that the equation's result is, or the equation or
+    equations to put there, or in words why it almost fired, or None. A pass that is no table of
+    rows has none.
+    """
+
+    name: str
+    rewrite: Callable[["Level", _jax.Equation], Any] | None
+    contract: str = SAME
+    """What may differ from evaluating the original equations one by one, and when."""
+    tier: Tier = "exact"
 
 
 @dataclass
@@ -52,12 +71,16 @@ class Level:
         self.made: dict[_jax.Var, _jax.Equation] = {}
         """The equation, as edited, that makes a variable."""
         self._instead: dict[_jax.Var, Atom] = {}
+        self._stands_for: dict[_jax.Var, list[_jax.Var]] = {}
         self._uses: dict[_jax.Var, int] | None = None
+        self._new_uses: dict[_jax.Var, int] = {}
 
     def replace(self, var: _jax.Var, atom: Atom) -> None:
         """Makes every later reader of `var` read `atom`, which must have the same type."""
         assert var.aval is atom.aval or var.aval == atom.aval, (var.aval, atom.aval)
         self._instead[var] = atom
+        if isinstance(atom, _jax.Var):
+            self._stands_for.setdefault(atom, []).append(var)
 
     def current(self, atom: Atom) -> Atom:
         """Returns what stands for the operand now."""
@@ -74,8 +97,17 @@ class Level:
         """Returns the equation of this level that makes the operand, or None."""
         return self.made.get(atom) if isinstance(atom, _jax.Var) else None
 
+    def put(self, eqn: _jax.Equation) -> None:
+        """Notes an equation that stands in the edited level and not in the original one."""
+        for atom in eqn.invars:
+            if isinstance(atom, _jax.Var):
+                self._new_uses[atom] = self._new_uses.get(atom, 0) + 1
+
     def uses(self, var: _jax.Var) -> int:
-        """Returns how often this level read the variable before it was edited."""
+        """Returns how often the level reads the variable, or more.
+
+        Readers that an edit took away count until the next run of the pass.
+        """
         if self._uses is None:
             self._uses = {}
             for atom in self.jaxpr.outvars:
@@ -83,7 +115,22 @@ class Level:
             for eqn in self.jaxpr.eqns:
                 for atom in eqn.invars:
                     self._count(atom)
-        return self._uses.get(var, 0)
+        total, stack = 0, [var]
+        while stack:
+            one = stack.pop()
+            total += self._uses.get(one, 0) + self._new_uses.get(one, 0)
+            stack.extend(self._stands_for.get(one, ()))
+        return total
+
+    def write(
+        self, eqn: _jax.Equation, fn: Callable[..., Any], *atoms: Atom, **static: Any
+    ) -> list[_jax.Equation]:
+        """Returns the equations of `fn(*atoms, **static)`, to be put in place of `eqn`.
+
+        `fn` is an ordinary JAX function, traced once for the types of the operands and `static`
+        (hashable); its value must have the type of the equation's result.
+        """
+        return parts.written_as(eqn, fn, atoms, static)
 
     def _count(self, atom: Atom) -> None:
         assert self._uses is not None
@@ -91,16 +138,20 @@ class Level:
             self._uses[atom] = self._uses.get(atom, 0) + 1
 
 
-Edit = Callable[[Level, _jax.Equation], "_jax.Equation | None"]
+Edited = _jax.Equation | list[_jax.Equation] | None
+Edit = Callable[[Level, _jax.Equation], Edited]
 
 
-def sweeping_pass(name: str, summary: str, start: Callable[[Level], Edit]) -> Pass:
+def sweeping_pass(
+    name: str, summary: str, start: Callable[[Level], Edit], rules: tuple[ExactRule, ...]
+) -> Pass:
     """Returns the pass that walks every level once.
 
     Args:
       name: the pass's name in reports.
       summary: the first line of its docstring.
       start: returns the edit of one level, with whatever it remembers of that level.
+      rules: what its hits may be named, each with its contract.
     """
 
     def run(jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Report]:
@@ -110,6 +161,7 @@ def sweeping_pass(name: str, summary: str, start: Callable[[Level], Edit]) -> Pa
 
     run.__name__ = run.__qualname__ = name
     run.__doc__ = summary
+    run.exact_rules = rules  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
@@ -126,10 +178,16 @@ def _walk(
         eqn = _with_bodies(level.read(old), start, log, done)
         new = edit(level, eqn)
         same = same and new is old
-        if new is not None:
-            eqns.append(new)
-            for var in new.outvars:
-                level.made[var] = new
+        if new is old:
+            added = (old,)
+        else:
+            added = tuple(new) if isinstance(new, list) else (new,) * (new is not None)
+            for one in added:
+                level.put(one)
+        for one in added:
+            eqns.append(one)
+            for var in one.outvars:
+                level.made[var] = one
     outvars = [level.current(atom) for atom in jaxpr.outvars]
     same = same and all(a is b for a, b in zip(outvars, jaxpr.outvars, strict=True))
     result = jaxpr if same else _jax.edited(jaxpr, eqns, outvars)
