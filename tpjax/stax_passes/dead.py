@@ -15,20 +15,18 @@ from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.sweep import ExactRule, Log
 
 Flags = tuple[bool, ...]
+_RULES = (ExactRule("dead_code", None), ExactRule("unused_operand_or_result", None))
 
 
 def drop_dead_code(jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Report]:
     """Drops equations whose results nothing reads, and the unused results and operands of calls."""
-    log = Log()
+    log = Log(_RULES)
     every_in, every_out = (True,) * len(jaxpr.invars), (True,) * len(jaxpr.outvars)
     result = _Dropper(log).keep(jaxpr, every_in, every_out)
     return result, log.report("drop_dead_code", jaxpr, result)
 
 
-drop_dead_code.exact_rules = (  # pyright: ignore[reportFunctionMemberAccess]
-    ExactRule("dead_code", None),
-    ExactRule("unused_operand_or_result", None),
-)
+drop_dead_code.exact_rules = _RULES  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _either(a: Flags, b: Flags) -> Flags:

@@ -100,12 +100,12 @@ def _find(group: Group, name: str) -> Any:
     if name in built_in:
         if offered:
             raise ValueError(
-                f"compile: {_origin(offered[0])} offers a {group.what} named {name!r}, which is "
+                f"compile: {origin(offered[0])} offers a {group.what} named {name!r}, which is "
                 f"the name of a {group.what} of tpjax and cannot be taken. Rename it there."
             )
         return built_in[name]
     if len({e.value for e in offered}) > 1:
-        both = " and ".join(map(_origin, offered))
+        both = " and ".join(map(origin, offered))
         raise ValueError(f"compile: {both} both offer a {group.what} named {name!r}. Remove one.")
     if not offered:
         names = {e.name for e in entry_points(group=group.entry_points)}
@@ -119,18 +119,18 @@ def _load(group: Group, entry: EntryPoint) -> Any:
         value = entry.load()
     except Exception as error:
         raise RuntimeError(
-            f"compile: the {group.what} {entry.name!r} cannot be loaded from {_origin(entry)}: "
+            f"compile: the {group.what} {entry.name!r} cannot be loaded from {origin(entry)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not group.valid(value):
         raise TypeError(
-            f"compile: the {group.what} {entry.name!r} from {_origin(entry)} must be {group.must}; "
+            f"compile: the {group.what} {entry.name!r} from {origin(entry)} must be {group.must}; "
             f"got {value!r:.80}."
         )
     return value
 
 
-def _origin(entry: EntryPoint) -> str:
+def origin(entry: EntryPoint) -> str:
     """Returns "module:attr (distribution version)"."""
     dist = entry.dist
     return f"{entry.value} ({f'{dist.name} {dist.version}' if dist else 'unknown distribution'})"

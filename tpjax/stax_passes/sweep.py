@@ -15,7 +15,10 @@ from typing import Any
 from tpjax.core import _jax, parts
 from tpjax.stax_passes.report import Hit, NearMiss, Report, Tier
 
-SAME = "the bits of the original equations, one by one; gradients too"
+SAME = (
+    "the bits of the original equations, one by one; of their gradients too, but for the order in "
+    "which cotangents of a value that is read several times are added"
+)
 
 Pass = Callable[[_jax.Jaxpr], tuple[_jax.Jaxpr, Report]]
 """A pure function from a jaxpr to one that computes the same, and the report of what it did."""
@@ -44,15 +47,19 @@ class ExactRule:
 class Log:
     """What a pass did so far, over all levels."""
 
+    rules: tuple[ExactRule, ...]
+    """Those of the pass: nothing else may be logged, as it would have no contract."""
     hits: list[Hit] = field(default_factory=list)
     near_misses: list[NearMiss] = field(default_factory=list)
 
     def hit(self, rule: str, eqn: _jax.Equation) -> None:
         """Notes that the rule fired at the equation."""
+        assert any(one.name == rule for one in self.rules), f"{rule} is not declared by its pass"
         self.hits.append(Hit(rule, _jax.source_of(eqn)))
 
     def near_miss(self, rule: str, eqn: _jax.Equation, reason: str) -> None:
         """Notes that the rule almost fired at the equation, and why it did not."""
+        assert any(one.name == rule for one in self.rules), f"{rule} is not declared by its pass"
         self.near_misses.append(NearMiss(rule, _jax.source_of(eqn), reason, tier="exact"))
 
     def report(self, name: str, before: _jax.Jaxpr, after: _jax.Jaxpr) -> Report:
@@ -155,12 +162,12 @@ def sweeping_pass(
     """
 
     def run(jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, Report]:
-        log = Log()
+        log = Log(rules)
         result = _walk(jaxpr, start, log, {})
         return result, log.report(name, jaxpr, result)
 
     run.__name__ = run.__qualname__ = name
-    run.__doc__ = summary
+    run.__doc__, run.__module__ = summary, start.__module__
     run.exact_rules = rules  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
