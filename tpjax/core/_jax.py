@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import flattree as _flattree
 from jax._src import literals as _literals
 from jax._src import named_sharding as _named_sharding
 from jax._src import source_info_util as _source
@@ -65,6 +66,13 @@ def as_written_at(eqn: Equation):
     stack = _source.current_name_stack() + eqn.source_info.name_stack
     with _source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+def renamed_under(call: Equation, inner: Equation) -> Equation:
+    """Returns an equation of a jit's body as it is called where the jit stands in the caller."""
+    outer = call.source_info.name_stack.extend(f"jit({call.params['name']})")
+    stack = outer + inner.source_info.name_stack
+    return inner.replace(source_info=inner.source_info.replace(name_stack=stack))
 
 
 def here() -> Any:
@@ -343,6 +351,13 @@ def loop_parts(eqn: Equation) -> tuple[int, int]:
     """Returns how many operands of a scan are constants, and how many are carried."""
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def with_more_constants(eqn: Equation, count: int) -> dict[str, Any]:
+    """Returns the parameters of a scan that has `count` more constants, after those it has."""
+    consts, carry, scanned = eqn.params["ft_in"].unpack()
+    more = _flattree.nones(len(consts) + count)
+    return eqn.params | {"ft_in": _flattree.pack((more, carry, scanned))}
 
 
 def at_top_level() -> bool:

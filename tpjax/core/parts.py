@@ -157,34 +157,41 @@ def inner_constants(jaxpr: _jax.Jaxpr) -> list[Any]:
 
 
 def copied(
-    jaxpr: _jax.Jaxpr, ins: Sequence[Any], outs: Sequence[_jax.Var], like: _jax.Equation
+    eqns: Sequence[_jax.Equation], names: dict[Any, Any], like: _jax.Equation | None = None
 ) -> list[_jax.Equation]:
-    """Returns the jaxpr's equations with variables of their own, as if written at `like`.
+    """Returns copies of the equations with variables of their own.
 
     Args:
-      jaxpr: without constants; each of its results is made by an equation of its own.
-      ins: the operands that stand for its inputs.
-      outs: the variables that stand for its results.
-      like: the equation whose source line and contexts the copies have.
+      eqns: in order.
+      names: what stands for the variables that the copies read or make; those made and not yet
+        named get new variables, and are added.
+      like: the equation whose source line and contexts the copies have; None: they keep their own.
     """
-    assert not jaxpr.consts, "a written rule holds no array"
-    names: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
-    names.update(zip(jaxpr.outvars, outs, strict=True))
 
-    def named(var: Any) -> Any:
-        if isinstance(var, _jax.Literal):
-            return var
-        return names.setdefault(var, _jax.Var(var.aval)) if var not in names else names[var]
+    def named(atom: Any) -> Any:
+        return atom if isinstance(atom, _jax.Literal) else names[atom]
 
-    return [
-        eqn.replace(
-            invars=[named(v) for v in eqn.invars],
-            outvars=[named(v) for v in eqn.outvars],
-            ctx=like.ctx,
-            source_info=like.source_info,
-        )
-        for eqn in jaxpr.eqns
-    ]
+    made: list[_jax.Equation] = []
+    for eqn in eqns:
+        for var in eqn.outvars:
+            if var not in names:
+                names[var] = _jax.Var(var.aval)
+        place = {} if like is None else {"ctx": like.ctx, "source_info": like.source_info}
+        invars, outvars = [named(v) for v in eqn.invars], [named(v) for v in eqn.outvars]
+        made.append(eqn.replace(invars=invars, outvars=outvars, **place))
+    return made
+
+
+def opened(eqn: _jax.Equation) -> tuple[list[_jax.Equation], list[Any]]:
+    """Returns the equations of a jit's body for its operands, and what stands for its results.
+
+    They keep their source lines; profiles name them under the jit, as before.
+    """
+    body = _jax.subjaxprs(eqn)[0]
+    assert not body.consts, "a helper that holds arrays is not opened"
+    names: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
+    eqns = [_jax.renamed_under(eqn, inner) for inner in copied(body.eqns, names)]
+    return eqns, [names[v] if isinstance(v, _jax.Var) else v for v in body.outvars]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,4 +207,7 @@ def written_as(
     jaxpr = _traced(fn, avals, tuple(sorted(static.items())))
     wanted = [var.aval for var in like.outvars]
     assert jaxpr.out_avals == wanted, (fn, jaxpr.out_avals, wanted)
-    return copied(jaxpr, atoms, like.outvars, like)
+    assert not jaxpr.consts, "a written rule holds no array"
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
+    names.update(zip(jaxpr.outvars, like.outvars, strict=True))
+    return copied(jaxpr.eqns, names, like)

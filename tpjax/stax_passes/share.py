@@ -6,16 +6,22 @@ Two equations are the same when primitive, parameters, operands, types and conte
 of commutative primitives in any order. Draws of random numbers with one key merge, as they are
 equal. Equations with effects, and what stands apart on purpose (barriers, collectives), never
 merge.
+
+A small jitted helper hides what it computes. One that computes what stands beside it, or inside
+another helper, is opened, so that the two merge; the others stay calls.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from tpjax.core import _jax
-from tpjax.stax_passes.sweep import Atom, Edit, ExactRule, Level, sweeping_pass
+from tpjax.core import _jax, parts
+from tpjax.stax_passes.sweep import Atom, Edited, ExactRule, Level, sweeping_pass
+
+NOTHING: Mapping[Any, Hashable] = MappingProxyType({})
 
 APART = frozenset({
     "optimization_barrier", "rng_uniform", "copy",
@@ -30,15 +36,33 @@ COMMUTATIVE_INTEGERS = frozenset({"max", "min"})
 """Of floats they are not, in bits: of -0.0 and 0.0, which is returned may depend on the order."""
 
 
-def _start(level: Level) -> Edit:
-    del level
-    seen: dict[Hashable, _jax.Equation] = {}
+MAX_OPENED = 64
+"""Equations of a helper up to which it is looked into."""
 
-    def edit(level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
+FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "pvary", "pcast"})
+"""Primitives that cost nothing to repeat: no helper is opened for them."""
+
+MERGED = "the same bits; a gradient is summed where the values merge, so it may round elsewhere"
+
+
+class _Merger:
+    """The edit of one level: it remembers what was computed, and which helpers to open."""
+
+    def __init__(self, level: Level) -> None:
+        self.seen: dict[Hashable, _jax.Equation] = {}
+        self.hiding = hiding(level.jaxpr)
+
+    def __call__(self, level: Level, eqn: _jax.Equation) -> Edited:
+        if not (self.hiding and eqn.outvars and eqn.outvars[0] in self.hiding):
+            return self._merged(level, eqn)
+        if not _jax.is_small_helper(eqn, MAX_OPENED) or _jax.subjaxprs(eqn)[0].consts:
+            return self._merged(level, eqn)
+        level.log.hit("shared_with_call", eqn)
+        return self._opened(level, eqn)
+
+    def _merged(self, level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
         key = _key(eqn)
-        if key is None:
-            return eqn
-        first = seen.setdefault(key, eqn)
+        first = eqn if key is None else self.seen.setdefault(key, eqn)
         if first is eqn:
             return eqn
         level.log.hit("common_subexpression", eqn)
@@ -46,16 +70,85 @@ def _start(level: Level) -> Edit:
             level.replace(var, same)
         return None
 
-    return edit
+    def _opened(self, level: Level, call: _jax.Equation) -> list[_jax.Equation]:
+        """Returns the helper's equations, those merged that stand beside it already."""
+        eqns, results = parts.opened(call)
+        put: list[_jax.Equation] = []
+        for original, copy in zip(_jax.subjaxprs(call)[0].eqns, eqns, strict=True):
+            eqn = level.read(copy)
+            if original.outvars and original.outvars[0] in self.hiding:
+                put.extend(self._opened(level, eqn))
+            elif self._merged(level, eqn) is not None:
+                put.append(eqn)
+        for var, result in zip(call.outvars, results, strict=True):
+            level.replace(var, level.current(result))
+        return put
 
 
-def _key(eqn: _jax.Equation) -> Hashable | None:
+def hiding(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
+    """Returns the first results of the helpers that compute what is computed elsewhere too."""
+    if not any(_may_open(eqn) for eqn in jaxpr.eqns):
+        return set()
+    found = _Numbering()
+    found.walk(jaxpr, (), {})
+    return found.hiding
+
+
+def _may_open(eqn: _jax.Equation) -> bool:
+    helper = _jax.is_small_helper(eqn, MAX_OPENED) and type(eqn.outvars[0]) is _jax.Var
+    return helper and not _jax.subjaxprs(eqn)[0].consts
+
+
+Path = tuple[_jax.Var, ...]
+"""The helpers around an equation, each by its first result."""
+
+
+class _Numbering:
+    """Gives equal values one number, as if every helper were open."""
+
+    def __init__(self) -> None:
+        self.hiding: set[_jax.Var] = set()
+        self._seen: dict[Hashable, tuple[Path, list[Hashable]]] = {}
+
+    def walk(self, jaxpr: _jax.Jaxpr, path: Path, number: dict[Any, Hashable]) -> None:
+        """Numbers the values of a body whose inputs have their numbers."""
+        for eqn in jaxpr.eqns:
+            values: list[Hashable] = [(path, var) for var in eqn.outvars]
+            key = _key(eqn, number)
+            first = (path, values) if key is None else self._seen.setdefault(key, (path, values))
+            if first[1] is not values:
+                if first[0] != path and not _is_free(eqn):
+                    self._mark(first[0], path)
+                values = first[1]
+            elif _may_open(eqn):
+                body = _jax.subjaxprs(eqn)[0]
+                inner = dict(zip(body.invars, _numbers(eqn.invars, number), strict=True))
+                self.walk(body, (*path, eqn.outvars[0]), inner)
+                values[:] = _numbers(body.outvars, inner)
+            number.update(zip(eqn.outvars, values, strict=True))
+
+    def _mark(self, one: Path, other: Path) -> None:
+        shared = 0
+        while shared < min(len(one), len(other)) and one[shared] is other[shared]:
+            shared += 1
+        self.hiding.update(one[shared:], other[shared:])
+
+
+def _is_free(eqn: _jax.Equation) -> bool:
+    return eqn.primitive.name in FREE or all(isinstance(v, _jax.Literal) for v in eqn.invars)
+
+
+def _numbers(atoms: Sequence[Atom], number: dict[Any, Hashable]) -> list[Hashable]:
+    return [_operand_key(atom, number) for atom in atoms]
+
+
+def _key(eqn: _jax.Equation, number: Mapping[Any, Hashable] = NOTHING) -> Hashable | None:
     """Returns what equal equations have in common, or None for one that merges with no other."""
     if eqn.effects or _jax.must_stay(eqn) or eqn.primitive.name in APART or not eqn.outvars:
         return None
     if any(type(var) is not _jax.Var for var in eqn.outvars):
         return None  # a dropped result has no variable that another reader could use
-    operands = [_operand_key(atom) for atom in eqn.invars]
+    operands = [_operand_key(atom, number) for atom in eqn.invars]
     if None in operands:
         return None
     if _is_commutative(eqn):
@@ -70,10 +163,10 @@ def _key(eqn: _jax.Equation) -> Hashable | None:
     return key
 
 
-def _operand_key(atom: Atom) -> Hashable | None:
+def _operand_key(atom: Atom, number: Mapping[Any, Hashable]) -> Hashable | None:
     """Returns the operand's identity; equal literals are equal in bits and type."""
     if not isinstance(atom, _jax.Literal):
-        return atom
+        return number.get(atom, atom)
     if _jax.is_tracer(atom.val) or not _jax.is_array(atom.aval):
         return None
     return atom.aval, np.asarray(atom.val, _jax.array_type(atom).dtype).tobytes()
@@ -102,7 +195,10 @@ def _is_commutative(eqn: _jax.Equation) -> bool:
 
 share_subexpressions = sweeping_pass(
     "share_subexpressions",
-    "Merges equations that compute the same.",
-    _start,
-    (ExactRule("common_subexpression", None),),
+    "Merges equations that compute the same, in small jitted helpers too.",
+    _Merger,
+    (
+        ExactRule("common_subexpression", None, MERGED),
+        ExactRule("shared_with_call", None, MERGED),
+    ),
 )
