@@ -38,6 +38,16 @@ def narrowed(
     )
 
 
+def with_inputs(jaxpr: _jax.Jaxpr, at: int, new: Sequence[_jax.Var]) -> _jax.Jaxpr:
+    """Returns the jaxpr with more inputs, before the one at the position."""
+    names = jaxpr.debug_info
+    if names.arg_names is not None:
+        old = tuple(names.arg_names)
+        names = names._replace(arg_names=(*old[:at], *("",) * len(new), *old[at:]))
+    invars = [*jaxpr.invars[:at], *new, *jaxpr.invars[at:]]
+    return jaxpr.replace(invars=invars, debug_info=names)
+
+
 _BY_INPUT = {"jit": ("in_shardings", "in_layouts", "donated_invars"), "shard_map": ("in_specs",)}
 _BY_OUTPUT = {"jit": ("out_shardings", "out_layouts"), "shard_map": ("out_specs",)}
 

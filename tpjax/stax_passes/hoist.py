@@ -1,0 +1,235 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Takes out of a scan what is the same at every step.
+
+A carried value that the body hands on unchanged becomes a constant of the scan, scanned rows that
+the body returns as they came are the operand itself, and equations that read only constants are
+computed once, before the scan. XLA moves some of them too, but after differentiation: by then a
+value computed at each step may have been kept for each step.
+
+What costs nothing to repeat stays (broadcasts, iota), and so does what would take more memory than
+it saves work: a value larger than what it is computed from, unless much work is in it.
+"""
+
+import math
+from typing import Any
+
+from tpjax.core import _jax, parts
+from tpjax.stax_passes.share import APART, FREE
+from tpjax.stax_passes.sweep import Atom, Edit, Edited, ExactRule, Level, sweeping_pass
+
+HEAVY = frozenset({
+    "dot_general", "conv_general_dilated", "ragged_dot_general", "sort", "top_k", "fft", "cumsum",
+    "cumprod", "cummax", "cumlogsumexp", "scan", "while", "custom_vjp_call", "pallas_call",
+    "random_bits", "random_seed", "random_fold_in", "random_split", "random_wrap", "threefry2x32",
+    "cholesky", "lu", "qr", "eigh", "svd", "triangular_solve",
+})  # fmt: skip
+"""Primitives whose value is worth keeping whatever its size."""
+
+SLOW = frozenset({
+    "exp", "exp2", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh", "logistic", "pow", "erf",
+    "erfc", "erf_inv", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh",
+    "lgamma", "digamma",
+})  # fmt: skip
+"""Functions of each element that are worth keeping up to `MAX_HELD` bytes."""
+
+MAX_HELD = 64 * 2**20
+"""Bytes up to which a slow elementwise value larger than its operands is kept over the loop."""
+
+MOVED = "the same bits; a gradient of a value taken out is summed in another order"
+
+
+def _edit(level: Level, eqn: _jax.Equation) -> Edited:
+    if eqn.primitive.name != "scan" or not eqn.params["length"] or not _is_pure(eqn):
+        return eqn
+    _hand_on_rows(level, eqn)
+    loop = _Loop(eqn)
+    before = loop.take_out()
+    if before:
+        level.log.hit("loop_invariant", eqn)
+    for var, atom in loop.handed_on():
+        level.log.hit("carry_handed_on", eqn)
+        level.replace(var, atom)
+    return [*before, loop.equation()] if loop.more else eqn
+
+
+def _is_pure(eqn: _jax.Equation) -> bool:
+    """Whether no step reads what an earlier one may have written."""
+    return not _jax.must_stay(eqn) and not eqn.effects
+
+
+def _hand_on_rows(level: Level, eqn: _jax.Equation) -> None:
+    """Lets readers of stacked results that are the scanned operand read that."""
+    body = _jax.subjaxprs(eqn)[0]
+    consts, carry = _jax.loop_parts(eqn)
+    rows = dict(zip(body.invars[consts + carry :], eqn.invars[consts + carry :], strict=True))
+    for row, var in zip(body.outvars[carry:], eqn.outvars[carry:], strict=True):
+        atom = None if isinstance(row, _jax.Literal) else rows.get(row)
+        if atom is not None and atom.aval is var.aval and level.uses(var):
+            level.log.hit("rows_handed_on", eqn)
+            level.replace(var, atom)
+
+
+class _Loop:
+    """A scan whose constants grow by what its body need not compute or carry."""
+
+    def __init__(self, eqn: _jax.Equation) -> None:
+        self.eqn, self.body = eqn, _jax.subjaxprs(eqn)[0]
+        self.consts, self.carry = _jax.loop_parts(eqn)
+        carried = slice(self.consts, self.consts + self.carry)
+        self.fixed = [
+            inside is result and outside.aval is before.aval
+            for inside, result, before, outside in zip(
+                self.body.invars[carried],
+                self.body.outvars,
+                eqn.invars[carried],
+                eqn.outvars,
+                strict=False,
+            )
+        ]
+        self.outside: dict[_jax.Var, Atom] = dict(
+            zip(self.body.invars[: self.consts], eqn.invars, strict=False)
+        )
+        """What stands before the scan for a value of the body that is the same at every step."""
+        self.more: list[_jax.Var] = []
+        """Values of the body that become constants."""
+        for i in self._marked():
+            self.outside[self.body.invars[self.consts + i]] = eqn.invars[self.consts + i]
+            self.more.append(self.body.invars[self.consts + i])
+        self.eqns = list(self.body.eqns)
+
+    def _marked(self) -> list[int]:
+        return [i for i, fixed in enumerate(self.fixed) if fixed]
+
+    def handed_on(self) -> list[tuple[_jax.Var, Atom]]:
+        """Returns the results that are their first value, and that value."""
+        return [(self.eqn.outvars[i], self.eqn.invars[self.consts + i]) for i in self._marked()]
+
+    def take_out(self) -> list[_jax.Equation]:
+        """Moves equations out of the body; returns them for the values before the scan."""
+        same = _Invariants(self.body, set(self.outside))
+        exported = same.worth_keeping()
+        if not exported:
+            return []
+        moved = same.makers(exported)
+        copies = parts.copied([self.eqns[i] for i in moved], self.outside)
+        self.more.extend(exported)
+        gone = {i for i in moved if not any(v in same.read for v in self.eqns[i].outvars)}
+        gone |= {i for i in moved if any(v in exported for v in self.eqns[i].outvars)}
+        self.eqns = [eqn for i, eqn in enumerate(self.eqns) if i not in gone]
+        return copies
+
+    def equation(self) -> _jax.Equation:
+        """Returns the scan with its new constants, and without the carried values among them."""
+        first = self.consts + self.carry
+        keep = [not fixed for fixed in self.fixed]
+        ins = [True] * self.consts + keep + [True] * (len(self.eqn.invars) - first)
+        outs = keep + [True] * (len(self.eqn.outvars) - self.carry)
+        body = parts.narrowed(self.body, self.eqns, ins, outs)
+        body = parts.with_inputs(body, self.consts, self.more)
+        eqn = parts.narrowed_call(self.eqn, [body], ins, outs)
+        operands = [self.outside[var] for var in self.more]
+        return eqn.replace(
+            invars=[*eqn.invars[: self.consts], *operands, *eqn.invars[self.consts :]],
+            params=_jax.with_more_constants(eqn, len(operands)),
+        )
+
+
+class _Invariants:
+    """What of a body is the same at every step, and what of that to compute before the loop."""
+
+    def __init__(self, body: _jax.Jaxpr, fixed: set[_jax.Var]) -> None:
+        self.body = body
+        self.leaves: dict[_jax.Var, frozenset[_jax.Var]] = {var: frozenset([var]) for var in fixed}
+        """The constants of the loop that an invariant value is computed from."""
+        self.effort: dict[_jax.Var, str] = {}
+        """By invariant value: "heavy" or "slow" where such work is in it."""
+        self.made: dict[_jax.Var, int] = {}
+        self.read: set[_jax.Var] = {v for v in body.outvars if isinstance(v, _jax.Var)}
+        """Values that what stays in the body reads."""
+        for i, eqn in enumerate(body.eqns):
+            if self._moves(eqn):
+                self._note(i, eqn)
+            else:
+                self.read.update(v for v in eqn.invars if isinstance(v, _jax.Var))
+
+    def _moves(self, eqn: _jax.Equation) -> bool:
+        if eqn.effects or _jax.must_stay(eqn) or eqn.primitive.name in APART:
+            return False
+        return all(isinstance(v, _jax.Literal) or v in self.leaves for v in eqn.invars)
+
+    def _note(self, i: int, eqn: _jax.Equation) -> None:
+        operands = [v for v in eqn.invars if isinstance(v, _jax.Var)]
+        leaves = frozenset[_jax.Var]().union(*(self.leaves[v] for v in operands))
+        name = eqn.primitive.name
+        efforts = {self.effort.get(v, "") for v in operands}
+        efforts |= {"heavy"} if name in HEAVY else {"slow"} if name in SLOW else set()
+        for body in _jax.all_subjaxprs(eqn):
+            names = _names_in(body)
+            efforts |= {"heavy"} if names & HEAVY else {"slow"} if names & SLOW else set()
+        for var in eqn.outvars:
+            self.leaves[var], self.made[var] = leaves, i
+            self.effort[var] = next((e for e in ("heavy", "slow") if e in efforts), "")
+
+    def worth_keeping(self) -> list[_jax.Var]:
+        """Returns the values to hand to the loop; what else it needs of them it computes itself."""
+        exported: dict[_jax.Var, None] = {}
+        for i in sorted(set(self.made.values()), reverse=True):
+            eqn = self.body.eqns[i]
+            wanted = [var for var in eqn.outvars if var in self.read]
+            if not wanted:
+                continue
+            if eqn.primitive.name not in FREE and all(map(self._is_worth, wanted)):
+                exported.update(dict.fromkeys(wanted))
+            else:
+                self.read.update(v for v in eqn.invars if isinstance(v, _jax.Var))
+        return list(exported)[::-1]
+
+    def _is_worth(self, var: _jax.Var) -> bool:
+        size = nbytes(var.aval)
+        if size <= sum(nbytes(leaf.aval) for leaf in self.leaves[var]):
+            return True
+        effort = self.effort[var]
+        return effort == "heavy" or (effort == "slow" and size <= MAX_HELD)
+
+    def makers(self, values: list[_jax.Var]) -> list[int]:
+        """Returns the equations, in order, that the values need."""
+        needed, stack = set[int](), [v for v in values if v in self.made]
+        while stack:
+            i = self.made[stack.pop()]
+            if i not in needed:
+                needed.add(i)
+                operands = self.body.eqns[i].invars
+                stack.extend(v for v in operands if isinstance(v, _jax.Var) and v in self.made)
+        return sorted(needed)
+
+
+def nbytes(aval: Any) -> int:
+    """Returns the bytes of an array; of keys and the like, as if they were 32 bits."""
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+
+
+def _names_in(body: _jax.Jaxpr) -> set[str]:
+    names, stack = set[str](), [body]
+    while stack:
+        for eqn in stack.pop().eqns:
+            names.add(eqn.primitive.name)
+            stack.extend(_jax.all_subjaxprs(eqn))
+    return names
+
+
+def _start(level: Level) -> Edit:
+    del level
+    return _edit
+
+
+hoist_invariants = sweeping_pass(
+    "hoist_invariants",
+    "Takes out of a scan what is the same at every step.",
+    _start,
+    (
+        ExactRule("loop_invariant", None, MOVED),
+        ExactRule("carry_handed_on", None, MOVED),
+        ExactRule("rows_handed_on", None, MOVED),
+    ),
+)
