@@ -48,7 +48,7 @@ from tpjax.stax.names import classes_in
 from tpjax.stax.options import EXACT, resolve
 from tpjax.stax.questions import Question, may_ask
 from tpjax.stax.static import SameObject, Static, static_of
-from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES, optimize
+from tpjax.stax_passes.pipeline import EXACT_PASSES, PASSES, optimize
 from tpjax.stax_passes.plugins import PASS_GROUP, RULE_GROUP, named
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.rules import demand_exact, with_rules
@@ -110,7 +110,7 @@ class Program:
         """Returns the passes that the options ask for."""
         passes = self.options["passes"]
         if passes is None:
-            passes = (CLEAN_UP,) if self.options["mode"] == EXACT else PASSES
+            passes = EXACT_PASSES if self.options["mode"] == EXACT else PASSES
         rules = named(RULE_GROUP, self.options["rules"])
         if self.options["mode"] == EXACT:
             demand_exact(rules)  # of a rule by name, the tier is known once it is loaded

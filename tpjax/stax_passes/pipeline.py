@@ -15,6 +15,8 @@ from tpjax.stax_passes.attention import fuse_attention
 from tpjax.stax_passes.canonical import canonicalise
 from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
+from tpjax.stax_passes.hoist import hoist_invariants
+from tpjax.stax_passes.layers import share_bodies, share_layers
 from tpjax.stax_passes.norms import fuse_norm
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.share import share_subexpressions
@@ -32,12 +34,18 @@ CLEAN_UP: tuple[Pass, ...] = (
 """The exact passes, a group: repeated until none of them finds anything."""
 
 PASSES: tuple[Pass | tuple[Pass, ...], ...] = (
+    share_bodies,
     CLEAN_UP,
     fuse_attention,
     fuse_norm,
+    hoist_invariants,
     CLEAN_UP,
+    share_layers,
 )
 """The passes in running order; a tuple among them is a group, repeated until it settles."""
+
+EXACT_PASSES = tuple(entry for entry in PASSES if not hasattr(entry, "rows"))
+"""Those of them that keep every bit."""
 
 
 def optimize(

@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from tpjax.core import _jax, parts
+from tpjax.stax_passes.hashing import literal_key, signature
 from tpjax.stax_passes.sweep import Atom, Edited, ExactRule, Level, sweeping_pass
 
 NOTHING: Mapping[Any, Hashable] = MappingProxyType({})
@@ -153,32 +153,15 @@ def _key(eqn: _jax.Equation, number: Mapping[Any, Hashable] = NOTHING) -> Hashab
         return None
     if _is_commutative(eqn):
         operands.sort(key=hash)
-    try:
-        params = tuple((name, _exact(eqn.params[name])) for name in sorted(eqn.params))
-        types = tuple(var.aval for var in eqn.outvars)
-        key = (eqn.primitive, eqn.ctx, params, types, *operands)
-        hash(key)
-    except TypeError:
-        return None  # a parameter without a hash
-    return key
+    sign = signature(eqn)
+    return None if sign is None else (sign, *operands)
 
 
 def _operand_key(atom: Atom, number: Mapping[Any, Hashable]) -> Hashable | None:
     """Returns the operand's identity; equal literals are equal in bits and type."""
     if not isinstance(atom, _jax.Literal):
         return number.get(atom, atom)
-    if _jax.is_tracer(atom.val) or not _jax.is_array(atom.aval):
-        return None
-    return atom.aval, np.asarray(atom.val, _jax.array_type(atom).dtype).tobytes()
-
-
-def _exact(value: Any) -> Hashable:
-    """Returns the parameter with its type, so that True is not 1 and -0.0 is not 0.0."""
-    if isinstance(value, float):
-        return float, repr(value)
-    if isinstance(value, tuple):
-        return tuple(map(_exact, value))
-    return type(value), value
+    return literal_key(atom)
 
 
 def _is_commutative(eqn: _jax.Equation) -> bool:

@@ -1,0 +1,41 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What equal equations have in common, as a key to look them up by."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from tpjax.core import _jax
+
+
+def signature(eqn: _jax.Equation) -> Hashable | None:
+    """Returns what an equation is, besides which values it reads and makes.
+
+    Its primitive, contexts, parameters and the types of its results. None: a parameter cannot be
+    hashed.
+    """
+    try:
+        params = tuple((name, _exact(eqn.params[name])) for name in sorted(eqn.params))
+        key = eqn.primitive, eqn.ctx, params, tuple(var.aval for var in eqn.outvars)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def literal_key(atom: Any) -> Hashable | None:
+    """Returns the type and bits of a literal; None if it has none that are known."""
+    if _jax.is_tracer(atom.val) or not _jax.is_array(atom.aval):
+        return None
+    return atom.aval, np.asarray(atom.val, _jax.array_type(atom).dtype).tobytes()
+
+
+def _exact(value: Any) -> Hashable:
+    """Returns the parameter with its type, so that True is not 1 and -0.0 is not 0.0."""
+    if isinstance(value, float):
+        return float, repr(value)
+    if isinstance(value, tuple):
+        return tuple(map(_exact, value))
+    return type(value), value
