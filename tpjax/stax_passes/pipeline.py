@@ -7,7 +7,8 @@ Only `verify=True` turns that into an error.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tpjax.core import _jax
 from tpjax.core.errors import UnsupportedError, message
@@ -82,16 +83,21 @@ def optimize(
     if not isinstance(jaxpr, _jax.Jaxpr):
         remedy = "Trace a function first: jax.make_jaxpr(function)(*arguments)."
         raise TypeError(message("optimize", "jaxpr", "a jaxpr", type(jaxpr).__name__, remedy))
-    result, reports = _run(jaxpr, passes, checked=verify, verify=verify)
-    if not verify and result is not jaxpr and _fault(jaxpr, result) is not None:
+    result, reports = run_passes(jaxpr, passes, partial(take_step, checked=verify, verify=verify))
+    if not verify and result is not jaxpr and fault_of(jaxpr, result) is not None:
         # A pass broke the types. Looking after each finds it; that is rare, so paid only now.
-        result, reports = _run(jaxpr, passes, checked=True, verify=False)
+        result, reports = run_passes(jaxpr, passes, partial(take_step, checked=True, verify=False))
     return result, reports
 
 
-def _run(
-    jaxpr: _jax.Jaxpr, passes: Sequence[Pass | tuple[Pass, ...]], *, checked: bool, verify: bool
+Step = Callable[[_jax.Jaxpr, Pass], tuple[_jax.Jaxpr, Report, str | None]]
+"""Runs a pass on a jaxpr; returns the jaxpr as it was, and the reason, if the pass fails."""
+
+
+def run_passes(
+    jaxpr: _jax.Jaxpr, passes: Sequence[Pass | tuple[Pass, ...]], step: Step
 ) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
+    """Runs the passes in order, groups until they settle, each time by `step`; checks nothing."""
     reports: list[Report] = []
     for entry in passes:
         group, rounds = (entry, MAX_ROUNDS) if isinstance(entry, tuple) else ((entry,), 1)
@@ -102,13 +108,13 @@ def _run(
             for i, run in enumerate(group):
                 if i in failed:
                     continue
-                result, report, fault = _step(jaxpr, run, checked=checked, verify=verify)
+                result, report, fault = step(jaxpr, run)
                 if fault is not None:
                     failed.add(i)
                     _warn(run, fault)
                 jaxpr = result
                 seen[i].append(report)
-                restless = _name(run) if report.hits else restless
+                restless = name_of(run) if report.hits else restless
             if restless is None:
                 break
         else:
@@ -118,35 +124,35 @@ def _run(
     return jaxpr, tuple(reports)
 
 
-def _step(
-    jaxpr: _jax.Jaxpr, run: Pass, *, checked: bool, verify: bool
+def take_step(
+    jaxpr: _jax.Jaxpr, run: Pass, *, checked: bool = False, verify: bool = False
 ) -> tuple[_jax.Jaxpr, Report, str | None]:
-    """Runs one pass; returns the jaxpr as it was, and the reason, if the pass fails."""
+    """Runs one pass; a `Step`. `checked` checks types after it, `verify` raises where it fails."""
     try:
         result, report = run(jaxpr)
         if not (isinstance(result, _jax.Jaxpr) and isinstance(report, Report)):
             raise TypeError(
                 f"a pass returns a jaxpr and a Report; got {result!r:.40}, {report!r:.40}"
             )
-        fault = _fault(jaxpr, result) if checked and result is not jaxpr else None
+        fault = fault_of(jaxpr, result) if checked and result is not jaxpr else None
     except UnsupportedError:
         raise  # an implementation that the user asked for by name cannot run: no pass has failed
     except Exception as error:
         if verify:
-            raise RuntimeError(f"optimize: the pass {_name(run)} raised {error!r}.") from error
+            raise RuntimeError(f"optimize: the pass {name_of(run)} raised {error!r}.") from error
         fault = f"it raised {type(error).__name__}: {error}"
     else:
         if fault is None:
             return result, report, None
         if verify:
-            raise RuntimeError(f"optimize: the pass {_name(run)} broke the program: {fault}")
+            raise RuntimeError(f"optimize: the pass {name_of(run)} broke the program: {fault}")
     count = _jax.count_equations(jaxpr)
-    return jaxpr, Report(_name(run), (), (), count, count), fault
+    return jaxpr, Report(name_of(run), (), (), count, count), fault
 
 
 def _warn(run: Pass, fault: str) -> None:
     warnings.warn(
-        f"optimize: the pass {_name(run)} is left out: {fault}. The program runs without it.",
+        f"optimize: the pass {name_of(run)} is left out: {fault}. The program runs without it.",
         stacklevel=4,
     )
 
@@ -159,7 +165,7 @@ def _never_settles(name: str | None) -> str:
     return message("optimize", f"the group with {name}", must, f"another hit of {name}", remedy)
 
 
-def _fault(before: _jax.Jaxpr, after: _jax.Jaxpr) -> str | None:
+def fault_of(before: _jax.Jaxpr, after: _jax.Jaxpr) -> str | None:
     """Returns in words what makes `after` no possible rewrite of `before`, or None."""
     for what in ("in_avals", "out_avals"):
         old, new = getattr(before, what), getattr(after, what)
@@ -184,8 +190,9 @@ def _added_up(run: Pass, history: list[Report]) -> Report:
     before = history[0].equations_before
     removed = sum(report.equations_before - report.equations_after for report in history)
     hits = tuple(hit for report in history for hit in report.hits)
-    return Report(_name(run), hits, history[-1].near_misses, before, before - removed)
+    return Report(name_of(run), hits, history[-1].near_misses, before, before - removed)
 
 
-def _name(run: Pass) -> str:
+def name_of(run: Pass) -> str:
+    """Returns the name of a pass in reports."""
     return getattr(run, "__name__", type(run).__name__)
