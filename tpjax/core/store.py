@@ -151,3 +151,17 @@ def _write(path: Path, entry: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+_active: Store | None = None
+
+
+def active() -> Store | None:
+    """Returns the store that `tpjax.cache` switched on for this process, or None."""
+    return _active
+
+
+def activate(store: Store | None) -> None:
+    """Makes the store the process's; None switches it off."""
+    global _active
+    _active = store

@@ -48,7 +48,8 @@ from tpjax.stax.names import classes_in
 from tpjax.stax.options import EXACT, resolve
 from tpjax.stax.questions import Question, may_ask
 from tpjax.stax.static import SameObject, Static, static_of
-from tpjax.stax_passes.pipeline import EXACT_PASSES, PASSES, optimize
+from tpjax.stax_passes.decisions import optimize_warm
+from tpjax.stax_passes.pipeline import EXACT_PASSES, PASSES
 from tpjax.stax_passes.plugins import PASS_GROUP, RULE_GROUP, named
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.rules import demand_exact, with_rules
@@ -299,10 +300,10 @@ class Program:
 
     def rewrite(self, jaxpr: _jax.Jaxpr) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
         """Returns the jaxpr rewritten, and the reports; `strict` raises what others warn of."""
-        strict, verify = self.options["strict"], self.options["verify"]
+        strict, verify, mode = (self.options[name] for name in ("strict", "verify", "mode"))
         passes = self.passes()  # an error in the definition of a rule is the caller's to mend
         try:
-            result = optimize(jaxpr, passes, verify=verify or strict)
+            result = optimize_warm(jaxpr, passes, verify=verify or strict, options=mode)
         except UnsupportedError:
             raise  # an implementation that was asked for by name
         except Exception as error:

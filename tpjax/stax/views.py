@@ -14,7 +14,7 @@ from tpjax.pallas.dispatch import record_choices
 from tpjax.stax.capture import captured_from, evaluate
 from tpjax.stax.explanation import Explanation
 from tpjax.stax.program import Program, nested_reports
-from tpjax.stax_passes.pipeline import optimize
+from tpjax.stax_passes.decisions import optimize_warm
 from tpjax.stax_passes.report import Report
 
 _retrace = jax.make_user_context(0)
@@ -70,7 +70,7 @@ def explanation_of(
         ):
             direct, reading = tuple(choices), program.read(args)
             jaxpr, lifted = parts.lifted(captured, program.free.inputs(reading, captured))
-            result, own = optimize(jaxpr, program.passes())
+            result, own = optimize_warm(jaxpr, program.passes(), options=program.options["mode"])
     finally:
         nested_reports.reset(token)
     inputs = tuple(f"{reading.paths[i]}: {jax.typeof(reading.arrays[i])}" for i in lifted)
