@@ -13,6 +13,7 @@ import pytest
 from tests.harness import ROOT
 from tpjax.__main__ import main
 from tpjax.stax.shapes import parse_shapes
+from tpjax.stax_passes import accuracy
 
 MODULE = """
 import jax, jax.numpy as jnp, tpjax
@@ -106,6 +107,7 @@ def test_another_platform(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "cli_model:tree", "--mode", "exat"], 2, "Did you mean 'exact'?"),
         (["explain", "cli_model:tree", "--platform", "cudo"], 2, "Did you mean 'cuda'?"),
         (["explain", "cli_model:tree", "--jsn"], 2, "unrecognized arguments: --jsn"),
+        (["rule"], 2, "unknown command 'rule'. Did you mean 'rules'?"),
         (["explian", "cli_model:tree"], 2, "unknown command 'explian'. Did you mean 'explain'?"),
         (["explain", "cli_model:branch", "--shapes", "f32[3]"], 1, "jax.lax.cond"),
         (["explain", "cli_model:norm", "--shapes", "f32[3]"], 1, "cannot be traced with these"),
@@ -136,6 +138,34 @@ def test_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert "flash_attention" in text
     assert main(["ops", "--json"]) == 0
     assert "rms_norm" in str(json.loads(capsys.readouterr().out))
+
+
+def test_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rule of every pass, with pass, tier and contract."""
+    assert main(["rules"]) == 0
+    text = capsys.readouterr().out
+    assert "E[x^2]" in text  # not taken for markup
+    assert "convert_chain" in text
+    assert main(["rules", "--json"]) == 0
+    rows = {row["rule"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["attention"]["tier"] == "close"
+    assert rows["norm"]["stage"] == "fuse_norm"
+    assert "ulps" in rows["norm"]["contract"]
+    assert rows["transpose_chain"]["lives_at"] == "tpjax.stax_passes.canonical:_transpose"
+
+
+def test_rules_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = accuracy.CASES[0]._replace(dtypes=("bfloat16",), magnitudes=(1.0,))
+    monkeypatch.setattr(accuracy.measured, "__defaults__", ((case,), 0))
+    assert main(["rules", "--measure"]) == 0
+    text = capsys.readouterr().out
+    assert "rms_norm of 64; times 1" in text
+    assert "bfloat16" in text
+    assert main(["rules", "--measure", "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)
+    assert 0 < line["rewritten"]["value"] <= 0.51
 
 
 def test_shapes() -> None:

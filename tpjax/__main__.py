@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m tpjax explain module:function ...` and `python -m tpjax ops`."""
+"""The command line: `python -m tpjax explain module:function ...`, `ops` and `rules`."""
 
 import argparse
 import difflib
@@ -20,7 +20,17 @@ examples:
       arguments that are no plain arrays, as example_args() returns them; chosen as on a GPU
   python -m tpjax ops
       the operators that have kernels, and where each kernel runs
+  python -m tpjax rules
+      the rewrites, and what each promises of the numbers
 """
+
+_RULES = """\
+Lists every rule of every pass, those of installed distributions too, with its contract: what may
+differ from evaluating the original equations one by one, and where the rule is written. --measure
+instead runs the rules that are not exact, on this machine and on random data, beside the programs
+that they replace, and prints the errors of both against float64 (a minute on a CPU).
+"""
+_COMMANDS = ("explain", "ops", "rules")
 
 _EXPLAIN = """\
 Traces a function, without running it, and shows what tpjax.compile does with it: which lines became
@@ -46,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tpjax",
-        description="Explains what tpjax does with a function, and lists the operators it has.",
+        description="Explains what tpjax does with a function; lists its operators and rules.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     ops = commands.add_parser("ops", help="list the operators and where their kernels run")
     ops.add_argument("--json", action="store_true", help="print the table as JSON")
     ops.set_defaults(run=_ops)
+    rules = commands.add_parser(
+        "rules", help="list the rewrites and their numeric contracts", description=_RULES
+    )
+    rules.add_argument("--json", action="store_true", help="print them as JSON")
+    rules.add_argument("--measure", action="store_true", help="measure errors against float64")
+    rules.set_defaults(run=_rules)
     return parser
 
 
@@ -77,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         for word in arguments[:1]:
-            if not word.startswith("-") and word not in ("explain", "ops"):
-                raise UsageError(f"unknown command {word!r}. {_nearest(word, ('explain', 'ops'))}")
+            if not word.startswith("-") and word not in _COMMANDS:
+                raise UsageError(f"unknown command {word!r}. {_nearest(word, _COMMANDS)}")
         options = parser.parse_args(arguments)
         if options.command is None:
             parser.print_help()
@@ -208,20 +224,53 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
 def _ops(options: argparse.Namespace) -> None:
     from tpjax.pallas.support import support_rows
 
-    rows = [_row(row) for row in support_rows()]
-    if options.json:
+    _print([_row(row) for row in support_rows()], options.json)
+
+
+def _rules(options: argparse.Namespace) -> None:
+    if options.measure:
+        from tpjax.core._jax import provide_interpreter_threads
+
+        provide_interpreter_threads()
+        from tpjax.stax_passes.accuracy import measured
+
+        lines = list(measured())
+        _print([_plain(line) if options.json else line.in_words() for line in lines], options.json)
+        return
+    from tpjax.stax_passes.contracts import contracts
+
+    rows = [row._asdict() for row in contracts()]
+    only_ours = not options.json and {row["comes_from"] for row in rows} == {"tpjax"}
+    for row in rows if only_ours else ():
+        row["lives_at"] = row["lives_at"].removeprefix("tpjax.stax_passes.")
+        del row["comes_from"]
+    _print(rows, options.json)
+
+
+def _print(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    """Prints rows of one table, as JSON or for reading."""
+    if as_json:
         print(json.dumps(rows, indent=2))
         return
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in rows[0]:
-        table.add_column(column.replace("_", " "), overflow="fold")
+        long = any(" " in _cell(row[column]) for row in rows)
+        table.add_column(column.replace("_", " "), overflow="fold", no_wrap=not long)
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(escape(_cell(value)) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a named tuple, and those in it, as dicts."""
+    if not hasattr(value, "_asdict"):
+        return value
+    return {name: _plain(one) for name, one in value._asdict().items()}
 
 
 def _row(row: Any) -> dict[str, Any]:

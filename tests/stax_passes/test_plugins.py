@@ -13,6 +13,7 @@ import pytest
 import tpjax
 from tests.harness import assert_close, inputs
 from tpjax.stax.program import Program
+from tpjax.stax_passes.contracts import UNSTATED, contracts
 from tpjax.stax_passes.norms import fuse_norm
 
 X = inputs("f32[3]", 1)
@@ -166,3 +167,20 @@ def test_F07_exact_mode_looks_at_the_tier_once_loaded(offer: Offer) -> None:
     compiled = tpjax.compile(lambda x: x + 1, mode="exact", rules=("minus",))
     with pytest.raises(ValueError, match=r"plus_to_minus is of tier 'close'"):
         compiled(X)
+
+
+def test_F07_what_is_offered_is_listed_with_its_contract(offer: Offer) -> None:
+    """In `python -m tpjax rules`: passes too, and what cannot be loaded with the reason."""
+    offer(
+        rules={"minus": "fancy_rules:MINUS", "gone": "fancy_rules:NOTHING"},
+        passes={"twice": "fancy_rules:TWICE", "norm_again": "tpjax.stax_passes.norms:fuse_norm"},
+    )
+    rows = {row.rule: row for row in contracts() if row.comes_from != "tpjax"}
+    assert set(rows) == {"plus_to_minus", "gone", "nothing", "norm"}
+    assert rows["plus_to_minus"].stage == "apply_rules"
+    assert rows["plus_to_minus"].contract == "as the author of the rule states"
+    assert rows["plus_to_minus"].comes_from == "fancy_rules:MINUS (fancy-rules 1.5)"
+    assert rows["gone"].tier == "unknown"
+    assert "NOTHING" in rows["gone"].contract
+    assert (rows["nothing"].tier, rows["nothing"].contract) == ("unknown", UNSTATED)
+    assert "ulps" in rows["norm"].contract

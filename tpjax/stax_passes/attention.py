@@ -18,7 +18,7 @@ import numpy as np
 
 from tpjax.pallas import flash_attention
 from tpjax.stax_passes.axes import Axes, Layout
-from tpjax.stax_passes.engine import Match, Recogniser, rewriting_pass
+from tpjax.stax_passes.engine import Bound, Match, Recogniser, rewriting_pass
 from tpjax.stax_passes.graph import Graph, Node
 from tpjax.stax_passes.masks import Band, BlindQueryError, band_of
 from tpjax.stax_passes.operands import HALF, Operand, common_dtype, operand_of, unrepeat
@@ -327,9 +327,13 @@ ATTENTION = Recogniser(
     extract=_extract,
     tier="close",
     contract=(
-        "scores and softmax in float32, weights rounded to the dtype of the values; entries filled "
-        "with -3e4 or less count as masked, and a query that sees no key gives 0"
+        "scores, softmax and sums in float32 (float64 for float64), weights rounded to the dtype "
+        "of the values, the result rounded once, where the original may round between its steps; a "
+        "key that the original fills with, or adds, -3e4 or less has weight 0; a query that sees "
+        "no key gives 0 and gradient 0, where the original averages the values or gives NaN; a "
+        "value that is not finite makes the queries that see it NaN, in the original all"
     ),
+    ulps=(Bound("float32", 64, 64, 1.5), Bound("bfloat16", 4, 12), Bound("float16", 4, 12)),
 )
 
 fuse_attention = rewriting_pass("fuse_attention", (ATTENTION,))

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpjax.stax_passes.engine import Recogniser, rows_of
+from tpjax.stax_passes.engine import Bound, Recogniser, rows_of
 from tpjax.stax_passes.pipeline import PASSES
 from tpjax.stax_passes.plugins import PASS_GROUP, RULE_GROUP, Group, named, origin
 from tpjax.stax_passes.sweep import Pass
@@ -75,15 +75,23 @@ def _of_passes(value: Any) -> list[Contract]:
 
 def _contract(run: Pass | None, row: Any) -> Contract:
     stage = "apply_rules" if run is None else getattr(run, "__name__", type(run).__name__)
-    finds = row.extract if isinstance(row, Recogniser) else _looks(row)
-    return Contract(
-        stage, row.name, row.tier, row.contract or UNSTATED, _address(finds or run)
-    )
+    looks = row.extract if isinstance(row, Recogniser) else _looks(row)
+    words = "; ".join(filter(None, (row.contract, _in_words(getattr(row, "ulps", ())))))
+    return Contract(stage, row.name, row.tier, words or UNSTATED, _address(looks or run))
 
 
 def _looks(row: Any) -> Callable[..., Any] | None:
     """Returns the function of a row of another kind that says what to look for, or None."""
     return getattr(row, "pattern", None) or getattr(row, "rewrite", None)
+
+
+def _in_words(ulps: Iterable[Bound]) -> str:
+    """Returns the bounds as a sentence, or nothing where there are none."""
+    parts = []
+    for bound in ulps:
+        more = f" or {bound.times_original:g} times the original's" * bool(bound.times_original)
+        parts.append(f"{bound.value:g} / {bound.gradient:g}{more} in {bound.dtype}")
+    return f"error of value / gradients in ulps at most {', '.join(parts)}" if parts else ""
 
 
 def _address(fn: Any) -> str:

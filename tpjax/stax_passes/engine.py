@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
@@ -31,6 +31,16 @@ from tpjax.stax_passes.report import Hit, NearMiss, Report, Tier
 from tpjax.stax_passes.transfer import MAX_ATTEMPTS, Attempt, NotAlike, questions, transferred
 
 
+class Bound(NamedTuple):
+    """Largest errors against float64, in ulps of the dtype at the result's scale."""
+
+    dtype: str
+    value: float
+    gradient: float
+    times_original: float = 0.0
+    """Where the original's own error times this is larger, that is the bound."""
+
+
 @dataclass(frozen=True)
 class Recogniser:
     """A row for patterns with a variable middle: anchored at a primitive, read by a function.
@@ -45,6 +55,8 @@ class Recogniser:
     tier: Tier
     contract: str
     """What may differ from the original numbers, in words; a test holds it."""
+    ulps: tuple["Bound", ...] = ()
+    """How far from float64 the result may be; `tpjax.stax_passes.accuracy` measures it."""
 
 
 SIDE_EFFECTS = frozenset(

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tpjax.pallas import layer_norm, rms_norm
-from tpjax.stax_passes.engine import Match, Recogniser, also_used, rewriting_pass
+from tpjax.stax_passes.engine import Bound, Match, Recogniser, also_used, rewriting_pass
 from tpjax.stax_passes.graph import Graph, Node
 
 
@@ -361,7 +361,17 @@ NORM = Recogniser(
     anchor=frozenset({"rsqrt", "sqrt"}),
     extract=_extract,
     tier="close",
-    contract="statistics in float32; rounded once, to the dtype of the original's result",
+    contract=(
+        "everything in float32 (float64 for float64) and rounded once, to the dtype of the "
+        "original's result, where the original may round between its steps; the variance is "
+        "centred and never negative, also where the original subtracts E[x]^2 from E[x^2]; a row "
+        "that holds NaN or infinity gives NaN where the original does, other rows do not see it"
+    ),
+    ulps=(
+        Bound("float32", 8, 8, 1.5),
+        Bound("bfloat16", 0.51, 0.51),
+        Bound("float16", 0.51, 0.51),
+    ),
 )
 
 fuse_norm = rewriting_pass("fuse_norm", (NORM,))

@@ -15,10 +15,7 @@ from typing import Any
 from tpjax.core import _jax, parts
 from tpjax.stax_passes.report import Hit, NearMiss, Report, Tier
 
-SAME = (
-    "the bits of the original equations, one by one; of their gradients too, but for the order in "
-    "which cotangents of a value that is read several times are added"
-)
+SAME = "the same bits; gradients up to the order of their sums"
 
 Pass = Callable[[_jax.Jaxpr], tuple[_jax.Jaxpr, Report]]
 """A pure function from a jaxpr to one that computes the same, and the report of what it did."""
@@ -188,7 +185,7 @@ def _walk(
         if new is old:
             added = (old,)
         else:
-            added = tuple(new) if isinstance(new, list) else (new,) * (new is not None)
+            added = tuple(new) if isinstance(new, list) else () if new is None else (new,)
             for one in added:
                 level.put(one)
         for one in added:
