@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpjax.pallas.dispatch import use
     from tpjax.stax.driver import compile, explain
+    from tpjax.stax.persistence import cache
     from tpjax.stax.questions import gate
     from tpjax.stax_passes.pipeline import optimize
     from tpjax.stax_passes.rules import rule
 
-__all__ = ["compile", "explain", "gate", "optimize", "rule", "use"]
+__all__ = ["cache", "compile", "explain", "gate", "optimize", "rule", "use"]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "cache": "tpjax.stax.persistence",
     "compile": "tpjax.stax.driver",
     "explain": "tpjax.stax.driver",
     "gate": "tpjax.stax.questions",

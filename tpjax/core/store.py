@@ -15,7 +15,7 @@ import secrets
 import struct
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 MAGIC = b"tpjax\0st"
@@ -42,12 +42,25 @@ def key_of(parts: Iterable[str | bytes]) -> str:
 class Store:
     """Bytes by kind and key in a folder, safe with other processes at work in it."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Opens the folder, which is made when the first entry is."""
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        on_failure: Callable[[], None] = lambda: None,
+        read_only: bool = False,
+    ) -> None:
+        """Opens the folder, which is made when the first entry is.
+
+        Args:
+          folder: where entries are.
+          on_failure: called once, if it turns out that nothing can be written.
+          read_only: write nothing, silently.
+        """
         self.folder = Path(folder)
+        self._on_failure = on_failure
         self._tidied: set[Path] = set()
         self._warned: set[Path] = set()
-        self._read_only = False
+        self._read_only = read_only
 
     def path(self, kind: str, key: str) -> Path:
         """Returns the file of an entry."""
@@ -80,6 +93,7 @@ class Store:
             _write(path, entry)
         except OSError as error:
             self._read_only = True
+            self._on_failure()
             warnings.warn(
                 f"cache: {path} cannot be written ({error.strerror or error}), so nothing more is "
                 "kept there in this process. Free space, or choose another folder.",
