@@ -20,6 +20,7 @@ import numpy as np
 
 from tpjax.core import _jax
 from tpjax.stax import modules
+from tpjax.stax.ahead import compiled_ahead
 from tpjax.stax.entries import Entry, Recompiles
 from tpjax.stax.explanation import Explanation
 from tpjax.stax.options import CompileOptions, describe, resolve
@@ -73,7 +74,36 @@ class Compiled:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the call lowered for the compiler, as `jax.jit(fn).lower` does."""
-        return roads_of(self._program).lower((*self._bound, *args), kwargs)
+        return roads_of(self._program).lower((*self._bound, *args), kwargs).lowered
+
+    def precompile(
+        self, *calls: tuple[Any, ...] | dict[str, Any], workers: int | None = None
+    ) -> tuple[Any, ...]:
+        """Compiles the function for several calls at once, in threads, and runs none of them.
+
+        Later calls with the same shapes, dtypes and shardings find their program compiled. Each is
+        traced and rewritten in turn; XLA compiles them in parallel.
+
+        Args:
+          *calls: each the arguments of a call: a tuple by position, or a dict by name. Shapes
+            (`jax.ShapeDtypeStruct`) will do in place of arrays, unless the function asks for the
+            value of one.
+          workers: threads; None means one for each processor.
+
+        Returns:
+          What JAX compiled, a `jax.stages.Compiled` for each call.
+
+        Raises:
+          TypeError: a call is neither a tuple nor a dict.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, tpjax
+          >>> double = tpjax.compile(lambda x: 2 * x)
+          >>> shapes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (8, 16)]
+          >>> len(double.precompile(*((shape,) for shape in shapes)))
+          2
+        """
+        return compiled_ahead(self._program, self._bound, calls, workers)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Returns what was rewritten in this call, which kernels run, and why others do not.

@@ -6,6 +6,7 @@ Two things are kept: what tpjax decided (`tpjax.stax_passes.decisions`, tuned ke
 store of its own, and what XLA compiled, in JAX's persistent compilation cache.
 """
 
+import contextlib
 import os
 import secrets
 import threading
@@ -173,10 +174,8 @@ def _writable(path: Path) -> bool:
         )
         return False
     finally:
-        try:
+        with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-        except OSError:
-            pass
     return True
 
 

@@ -13,13 +13,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from tpjax.core import _jax
 from tpjax.stax import modules
-from tpjax.stax.capture import Call, donated_inputs, evaluate, jitted_program
+from tpjax.stax.capture import Call, CaptureError, donated_inputs, evaluate, jitted_program
 from tpjax.stax.entries import Entry, check_arguments
 from tpjax.stax.explanation import StrictError
 from tpjax.stax.free import NOTHING, Reading, settled
@@ -45,6 +45,18 @@ class _Variant:
     argnums: frozenset[int] = frozenset()
     argnames: frozenset[str] = frozenset()
     """Arguments that the function, a jit itself, donates."""
+
+
+class Lowered(NamedTuple):
+    """A call lowered for the compiler, and what its later calls will look for."""
+
+    lowered: Any
+    """What `jax.jit(fn).lower` returns."""
+    entry: Entry | None
+    """The entry; None where it was made earlier and jit has it."""
+    inputs: list[Any]
+    variant: _Variant | None = None
+    run: Any = None
 
 
 class Roads:
@@ -88,11 +100,11 @@ class Roads:
         for variant in self._variants.values():
             variant.jit = None
 
-    def lower(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the call lowered, as `jax.jit(fn).lower` does."""
+    def lower(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Lowered":
+        """Returns the call lowered, as `jax.jit(fn).lower` does, so that the call can use it."""
         return settled(lambda last: self._lower(args, kwargs, last))
 
-    def _lower(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], last: bool) -> Any:
+    def _lower(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], last: bool) -> "Lowered":
         self._calling.last = last
         reading = self.program.read(args)
         variant = self._variant(reading)
@@ -101,16 +113,42 @@ class Roads:
             state.reading, state.variant, state.made = reading, variant, None
             given, named = self.program.static.boxed(args, kwargs)
             given = (reading.arrays, *given) if reading.arrays else given
-            while True:
-                try:
-                    return self._jit(variant, reading).lower(*given, **named)
-                except _DonationError:
-                    continue
-                except _KeyedRoadError:
-                    break
+            try:
+                while not variant.keyed:
+                    try:
+                        lowered = self._jit(variant, reading).lower(*given, **named)
+                    except _DonationError:
+                        continue
+                    except _KeyedRoadError:
+                        variant.keyed = True
+                        continue
+                    self._keep_made(variant, reading)
+                    entry = state.made
+                    leaves = [] if entry is None else self._leaves(entry, reading, args, kwargs)
+                    return Lowered(lowered, entry, leaves, variant)
+            finally:
+                state.reading = NOTHING  # its arrays are the user's to let go of
         with self.program.taken_apart(args, kwargs, reading) as call:
             entry = self._entry_of(reading, call, args, kwargs)
-            return _own_jit(entry).lower(*_inputs(entry, reading.arrays, call))
+            inputs, run = _inputs(entry, reading.arrays, call), entry.run or _own_jit(entry)
+            return Lowered(run.lower(*inputs), entry, inputs, run=run)
+
+    def keep(self, lowered: "Lowered") -> None:
+        """Makes later calls use what was lowered, once it is compiled."""
+        entry = lowered.entry
+        if lowered.run is not None and entry is not None and entry.kept:
+            with self.program.lock:
+                if self.program.entries.get(entry.key) is entry:
+                    self.program.entries[entry.key] = replace(entry, run=lowered.run)
+
+    def falls_back(self, lowered: "Lowered", error: Exception) -> bool:
+        """Makes the call run as written if it is our fault that it does not compile."""
+        entry = lowered.entry
+        if entry is None or not entry.kept or not self._falls_back(entry, lowered.inputs, error):
+            return False
+        if lowered.variant is not None:
+            lowered.variant.jit = None
+        return True
 
     def _variant(self, reading: Reading) -> _Variant:
         with self.program.lock:
@@ -146,14 +184,19 @@ class Roads:
             return self._run_fast(variant, reading, args, kwargs)
         finally:
             state.reading = NOTHING  # its arrays are the user's to let go of
-        if state.made is not None and not state.made.kept:
+        self._keep_made(variant, reading)
+        return result
+
+    def _keep_made(self, variant: _Variant, reading: Reading) -> None:
+        """Keeps the variant under the guards that tracing has added, if it was traced now."""
+        made = self._calling.made
+        if made is not None and not made.kept:
             variant.jit = None
-        elif state.made is not None:  # traced now: tracing may have added guards
+        elif made is not None:
             with self.program.lock:
                 key = self.program.free.again(reading).key
                 if key not in self._variants:
                     self._keep(key, variant)
-        return result
 
     def _jit(self, variant: _Variant, reading: Reading) -> Any:
         """Returns the variant's jit, made if need be; free arrays are its first argument."""
@@ -267,6 +310,11 @@ class Roads:
                         return entry
                     continue
             asked, run, lifted = question
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves):
+                raise CaptureError(
+                    f"compile: {program.name} asks at {asked.source} for the value of an array, "
+                    "and a shape has none. Give arrays in place of shapes."
+                )
             value = run(*(reading.arrays[i] for i in lifted), *call.leaves)[0]
             answers += (asked.answer(value),)
 
