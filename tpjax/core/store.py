@@ -9,6 +9,7 @@ only, with one warning. Entries are data and never run.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import secrets
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+_PACKAGE = Path(__file__).parents[1]
 MAGIC = b"tpjax\0st"
 FORMAT = 1
 """Of the file around the bytes; another one is another file's name."""
@@ -37,6 +39,13 @@ def key_of(parts: Iterable[str | bytes]) -> str:
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
     return digest.hexdigest()
+
+
+@functools.cache
+def code_of(*rooms: str) -> str:
+    """Returns a digest of tpjax's own source in the rooms: other code may decide otherwise."""
+    files = (file for room in rooms for file in sorted((_PACKAGE / room).rglob("*.py")))
+    return key_of(file.read_bytes() for file in files)
 
 
 class Store:

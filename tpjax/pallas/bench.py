@@ -4,21 +4,26 @@
 
     python -m tpjax.pallas.bench                    # every operator
     python -m tpjax.pallas.bench rms_norm
+    python -m tpjax.pallas.bench --tune ~/.cache/tpjax rms_norm
 
 Random data; median of five groups of calls, after a warm-up. Work is the row's `cost` forward, and
 for attention 3.5 times that (for a norm, the bytes of five passes instead of two) forward and
-backward.
+backward. `--tune` times every config of the kernels, forward and backward, and keeps the fastest in
+the folder, from where `tpjax.cache(folder)` has kernels take it.
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from tpjax.core.errors import UnsupportedError, did_you_mean
 from tpjax.core.operator import Op, Sample, parse_spec
+from tpjax.core.store import Store
+from tpjax.pallas import tuning
 from tpjax.pallas.dispatch import IMPLEMENTATIONS, use
 from tpjax.pallas.ops import OPS
 
@@ -120,14 +125,58 @@ def time_op(op: Op) -> Iterator[Timing]:
                 yield Timing(op.name, str(sample), name, direction, ms, *rates, note)
 
 
-def main(names: list[str]) -> None:
-    """Prints the table for the named operators, all if none is named."""
+def tune_op(op: Op, store: Store, timer: Callable[..., float] = median_ms) -> Iterator[str]:
+    """Yields a line for each config of the operator's kernel on each slow sample; keeps the best.
+
+    Args:
+      op: the operator.
+      store: where the fastest config of each sample goes.
+      timer: takes a function and its arguments, returns milliseconds a call.
+    """
+    for sample in op.samples:
+        if not sample.slow:
+            continue
+        args = arguments(sample)
+        out = jax.eval_shape(lambda *a, s=sample: op.fn(*a, **s.options), *args)
+        cotangent = jax.random.normal(jax.random.key(99), out.shape).astype(out.dtype)
+
+        def measure(sample: Sample = sample, args: Any = (*args, cotangent)) -> float | None:
+            try:
+                return timer(_both(op, sample, list(args[:-1])), *args)
+            except jax.errors.JaxRuntimeError:  # too large for the device
+                return None
+
+        with use(implementation="pallas"):
+            try:
+                with tuning.requests() as found:
+                    jax.eval_shape(_both(op, sample, args), *args, cotangent)
+            except UnsupportedError as error:
+                yield f"{op.name:16s} {error}  {sample}"
+                continue
+            for request in dict.fromkeys(found):
+                for best, (config, ms) in enumerate(tuning.tune(request, measure, store)):
+                    shown = "  refused " if ms is None else f"{ms:9.3f} ms"
+                    mark = " " if best else "*"
+                    yield f"{op.name:16s} {mark} {shown}  {config}  {sample}"
+
+
+def main(words: list[str]) -> None:
+    """Prints the table for the named operators, all if none is named; after `--tune`, a folder."""
     known = {op.name: op for op in OPS}
-    for name in names:
+    folder = None
+    if words[:1] == ["--tune"]:
+        if len(words) < 2:
+            sys.exit("bench: --tune must be followed by the folder that tpjax.cache will be given.")
+        folder, words = words[1], words[2:]
+    for name in words:
         if name not in known:
             sys.exit(f"bench: unknown operator {name!r}. {did_you_mean(name, known)}")
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
-    for name in names or known:
+    for name in words or known:
+        if folder is not None:
+            for line in tune_op(known[name], Store(Path(folder).expanduser())):
+                print(line)
+            continue
         for t in time_op(known[name]):
             shown = "  refused " if t.ms is None else f"{t.ms:9.3f} ms"
             rates = t.note or f"{t.tflops:7.1f} TFLOP/s {t.tbytes:6.2f} TB/s"

@@ -12,14 +12,12 @@ Where nodes matched is not kept: reading the graph is a tenth of the time of a p
 """
 
 import functools
-import hashlib
 import json
 import logging
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +107,7 @@ def ingredients(passes: Passes, options: str = "") -> dict[str, str]:
     return {
         "passes": repr([_spelt(entry) for entry in passes]),
         "options": options,
-        "source": _source_digest(),
+        "source": stores.code_of(*ROOMS),
         "tpjax": str(getattr(sys.modules.get("tpjax"), "__version__", "")),
         "jax": jax.__version__,
         "jaxlib": jaxlib_version,
@@ -139,15 +137,6 @@ def _own_passes() -> tuple[Pass, ...]:
     return tuple(
         run for entry in entries for run in (entry if isinstance(entry, tuple) else (entry,))
     )
-
-
-@functools.cache
-def _source_digest() -> str:
-    digest = hashlib.sha256()
-    for room in ROOMS:
-        for file in sorted((Path(__file__).parents[1] / room).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _recorded(

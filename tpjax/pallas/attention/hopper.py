@@ -15,6 +15,7 @@ from tpjax.pallas.attention.backward import launch_backward
 from tpjax.pallas.attention.config import CONFIGS, heuristic
 from tpjax.pallas.attention.forward import Plan, launch_forward
 from tpjax.pallas.dispatch import current_target
+from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16")
 OUT_NAME, LSE_NAME = "flash_attention_out", "flash_attention_lse"
@@ -88,5 +89,8 @@ def attend_hopper(
     assert all(x is None for x in absent)
     # The backward pass is traced later, perhaps outside of `tpjax.use`: the plan keeps the choice.
     interpret = current_target().interpret
-    config = heuristic(query.shape[-1], query.shape[1], key.shape[1], interpret)
+    features = query.shape[-1]
+    shapes = query.shape, key.shape, query.dtype.name, is_causal
+    guess = heuristic(features, query.shape[1], key.shape[1], interpret)
+    config = config_for("flash_attention", shapes, CONFIGS[features], guess)
     return _attend(query, key, value, Plan(scale, is_causal, config, interpret))

@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes to tune the kernels of the norms by, how tiles follow, and which calls the kernels run."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from jax import Array
 
 from tpjax.core.operator import Key
 from tpjax.pallas import _mgpu
 from tpjax.pallas.norms.tiles import LANES, REDUCTION_BYTES, WARPS, Tile
+from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_VECTOR = 4
@@ -54,6 +57,12 @@ def heuristic(features: int, itemsize: int) -> Config:
     """Returns the config for rows of `features` elements."""
     del features, itemsize
     return CONFIGS[0]
+
+
+def chosen(op: str, x: Array) -> Config:
+    """Returns the config for rows x [*B, D]: the measured one, or the heuristic's."""
+    shapes = math.prod(x.shape[:-1]), x.shape[-1], x.dtype.name
+    return config_for(op, shapes, CONFIGS, heuristic(x.shape[-1], x.dtype.itemsize))
 
 
 def _tiles(features: int, itemsize: int, max_per_thread: int) -> Iterator[tuple[int, Tile]]:

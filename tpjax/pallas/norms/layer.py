@@ -157,7 +157,6 @@ def layer_norm_pallas(
     config: sizes.Config | None = None,
 ) -> Array:
     """Runs the kernels on a checked call that they support: x [*B, D], at least one row."""
-    features = x.shape[-1]
-    config = config or sizes.heuristic(features, x.dtype.itemsize)
+    config = config or sizes.chosen("layer_norm", x)
     interpret = dispatch.current_target().interpret
     return _layer_norm(_Kept(x, scale, bias), eps, interpret, config)

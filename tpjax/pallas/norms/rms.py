@@ -148,7 +148,6 @@ def rms_norm_pallas(
     x: Array, scale: Array | None, *, eps: float, config: sizes.Config | None = None
 ) -> Array:
     """Runs the kernels on a checked call that they support: x [*B, D], at least one row."""
-    features = x.shape[-1]
-    config = config or sizes.heuristic(features, x.dtype.itemsize)
+    config = config or sizes.chosen("rms_norm", x)
     interpret = dispatch.current_target().interpret
     return _rms_norm(x, scale, eps, interpret, config)

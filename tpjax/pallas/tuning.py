@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which config a kernel runs with: the one given, the one measured on this device, the heuristic's.
+
+`python -m tpjax.pallas.bench --tune FOLDER` measures; with `tpjax.cache(FOLDER)` on, kernels read
+what it found, by device kind, operator and shapes. Nothing is measured during a user's call, and a
+config changes speed, never meaning.
+"""
+
+import json
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import jax
+
+from tpjax.core import store as stores
+from tpjax.pallas.dispatch import current_target
+
+KIND = "tuned"
+
+
+class Request(NamedTuple):
+    """A kernel that asks for its config: the operator, its shapes, and what it may get."""
+
+    op: str
+    shapes: Hashable
+    configs: tuple[Any, ...]
+
+
+class Measured(NamedTuple):
+    """What a config took; None where it did not run."""
+
+    config: Any
+    ms: float | None
+
+
+_asked: ContextVar[list[Request] | None] = ContextVar("tpjax_configs_asked", default=None)
+_trial: ContextVar[tuple[Request, Any] | None] = ContextVar("tpjax_config_trial", default=None)
+
+
+def config_for(op: str, shapes: Hashable, configs: Sequence[Any], otherwise: Any) -> Any:
+    """Returns the config that was measured to be the fastest, or `otherwise`.
+
+    Args:
+      op: the operator's name.
+      shapes: what of the call decides how fast a config is; plain tuples, numbers and strings.
+      configs: dataclasses worth trying; nothing else is ever returned but `otherwise`.
+      otherwise: the heuristic's.
+    """
+    request = Request(op, shapes, tuple(configs))
+    asked, trial = _asked.get(), _trial.get()
+    if asked is not None:
+        asked.append(request)
+    if trial is not None and trial[0] == request:
+        return trial[1]
+    store = stores.active()
+    kind = None if store is None else _device_kind()
+    if store is None or kind is None:
+        return otherwise
+    raw = store.get(KIND, _key(kind, request))
+    try:
+        found = None if raw is None else json.loads(raw)["config"]
+    except (ValueError, TypeError, KeyError):
+        found = None
+    return next((config for config in configs if asdict(config) == found), otherwise)
+
+
+def _device_kind() -> str | None:
+    """Returns the kind of device that calls are chosen for now, if it is here."""
+    target = current_target()
+    here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    return None if target.interpret or target.platform != here else jax.devices()[0].device_kind
+
+
+def _key(device_kind: str, request: Request) -> str:
+    code = stores.code_of("pallas")
+    return stores.key_of((device_kind, request.op, repr(request.shapes), jax.__version__, code))
+
+
+@contextmanager
+def requests() -> Iterator[list[Request]]:
+    """Collects what kernels ask for while they are traced in the block."""
+    found: list[Request] = []
+    token = _asked.set(found)
+    try:
+        yield found
+    finally:
+        _asked.reset(token)
+
+
+@contextmanager
+def trying(request: Request, config: Any) -> Iterator[None]:
+    """Gives the config to the kernel that asks for it in the block."""
+    token = _trial.set((request, config))
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+
+
+def tune(
+    request: Request, measure: Callable[[], float | None], store: stores.Store
+) -> tuple[Measured, ...]:
+    """Measures every config of the request and keeps the fastest; returns all, fastest first.
+
+    Args:
+      request: what a kernel asked for on this device.
+      measure: runs the call and returns its milliseconds, or None where that config cannot run it.
+      store: where to keep it.
+    """
+    found = []
+    for config in request.configs:
+        with trying(request, config):
+            found.append(Measured(config, measure()))
+    found.sort(key=lambda m: float("inf") if m.ms is None else m.ms)
+    kind = _device_kind()
+    if kind is not None and found and found[0].ms is not None:
+        best = {"config": asdict(found[0].config), "ms": found[0].ms, "device": kind}
+        entry = best | {"op": request.op, "shapes": repr(request.shapes)}
+        store.put(KIND, _key(kind, request), json.dumps(entry).encode())
+    return tuple(found)
