@@ -1,0 +1,237 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of every pass on every program: values, types, effects, gradients, a fixpoint."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from tests.fuzz.evaluation import Evaluator, bits
+from tests.fuzz.generator import Program, trace
+from tests.fuzz.pool import inputs
+from tests.fuzz.rounding import within_rounding
+from tpjax.core import _jax
+from tpjax.stax_passes.pipeline import CLEAN_UP, EXACT_PASSES, PASSES, optimize
+from tpjax.stax_passes.sweep import Pass
+
+ALONE: tuple[Pass, ...] = tuple(
+    dict.fromkeys(p for e in EXACT_PASSES for p in (e if isinstance(e, tuple) else (e,)))
+)
+"""Every exact pass."""
+
+PIPELINES: dict[str, tuple[Any, ...]] = {
+    **{getattr(p, "__name__", str(p)): (p,) for p in ALONE},
+    "CLEAN_UP": (CLEAN_UP,),
+    "CLEAN_UP reversed": CLEAN_UP[::-1],
+    "EXACT_PASSES": EXACT_PASSES,
+    "EXACT_PASSES reversed": EXACT_PASSES[::-1],
+    "PASSES": PASSES,
+}
+"""What is run on every program, by name."""
+
+
+class Difference(AssertionError):
+    """A pass changed what it must keep."""
+
+
+@contextmanager
+def _told(what: str, *jaxprs: _jax.Jaxpr) -> Iterator[None]:
+    """Turns a failure in the block into a difference that shows the jaxprs."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    except Exception as error:
+        shown = "\n-- after --\n".join(map(str, jaxprs))
+        raise Difference(f"{what}: {type(error).__name__}: {error}\n{shown}") from error
+
+
+def check(program: Program, *, jit: bool = False, seed: int = 0) -> Counter[str]:
+    """Checks every pipeline on the program; returns what was compared, and how it came out.
+
+    Args:
+      program: the instructions.
+      jit: compare the whole programs compiled by XLA too, which takes most of a second.
+      seed: of the inputs.
+
+    Raises:
+      Difference: some pass does not keep what it must; says which, and shows the jaxprs.
+    """
+    return check_jaxpr(trace(program), jit=jit, seed=seed)
+
+
+def check_jaxpr(jaxpr: _jax.Jaxpr, *, jit: bool = False, seed: int = 0) -> Counter[str]:
+    """Checks every pipeline on a jaxpr with the inputs of a program, as `check` does."""
+    counts = Counter({"programs": 1})
+    points = [inputs(tame=tame, seed=seed) for tame in (True, False)]
+    evaluator = Evaluator()
+    expected = [_outcome(evaluator, jaxpr, args) for args in points]
+    gradient = Gradient(jaxpr, points[0], evaluator)
+    counts[gradient.state] += 1
+    seen: dict[int, tuple[_jax.Jaxpr, str]] = {id(jaxpr): (jaxpr, "")}
+    for name, passes in PIPELINES.items():
+        with _told(name, jaxpr):
+            result, reports = optimize(jaxpr, passes)
+        if id(result) in seen:
+            continue
+        seen[id(result)] = result, name
+        close = any(r.hits for r in reports if r.name in ("fuse_attention", "fuse_norm"))
+        counts["close" if close else "rewritten"] += 1
+        with _told(name, jaxpr, result):
+            assert result.in_avals == jaxpr.in_avals, (result.in_avals, jaxpr.in_avals)
+            assert result.out_avals == jaxpr.out_avals, (result.out_avals, jaxpr.out_avals)
+            if close:
+                continue
+            for args, outcome in zip(points, expected, strict=True):
+                _assert_same(_outcome(evaluator, result, args), outcome)
+            if len(passes) > 1 or isinstance(passes[0], tuple) or len(seen) % 4 == 0:
+                counts[gradient.compare(result)] += 1
+            if name == "CLEAN_UP":
+                _assert_settled(result)
+            if jit and name == "PASSES":
+                counts[compare_compiled(jaxpr, result, points[0])] += 1
+    return counts
+
+
+Outcome = tuple[list[Any], list[tuple[str, list[Any]]]]
+
+
+def _outcome(evaluator: Evaluator, jaxpr: _jax.Jaxpr, args: list[Any]) -> Outcome:
+    """Returns the results, and what was called back in order."""
+    evaluator.log = log = []
+    results = evaluator(jaxpr, *args)
+    evaluator.log = []
+    return results, log
+
+
+def _assert_same(actual: Outcome, expected: Outcome) -> None:
+    for k, (x, y) in enumerate(zip(actual[0], expected[0], strict=True)):
+        assert _equal(x, y), f"result {k} is {x}, not {y}"
+    names = [[name for name, _ in log] for _, log in (actual, expected)]
+    assert names[0] == names[1], f"called back: {names[0]}, not {names[1]}"
+    for (_, xs), (_, ys) in zip(actual[1], expected[1], strict=True):
+        assert all(map(_equal, xs, ys)), f"called back with {xs}, not {ys}"
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return x is y or np.array_equal(bits(x), bits(y))
+
+
+def _assert_settled(jaxpr: _jax.Jaxpr) -> None:
+    """R01: once clean, nothing is left to clean."""
+    again, reports = optimize(jaxpr, (CLEAN_UP,))
+    found = [hit.rule for report in reports for hit in report.hits]
+    assert again is jaxpr, f"the second run changes the program: {found}"
+    assert not found, f"the second run reports {found}"
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+class Gradient:
+    """The gradient of a program for one cotangent of each float result, one by one."""
+
+    def __init__(self, jaxpr: _jax.Jaxpr, args: list[Any], evaluator: Evaluator) -> None:
+        """Differentiates the program, if JAX can."""
+        self.like, self.args, self.evaluator = jaxpr, args, evaluator
+        self.state = "gradients"
+        rng = np.random.default_rng(len(jaxpr.eqns))
+        self.cotangents = [
+            np.asarray(rng.integers(-4, 5, aval.shape) / 2).astype(aval.dtype)
+            for aval in jaxpr.out_avals
+            if jnp.issubdtype(aval.dtype, jnp.floating)
+        ]
+        try:
+            self.jaxpr = self._trace(jaxpr)
+        except (NotImplementedError, ValueError) as error:
+            if isinstance(error, ValueError) and "ifferentiation" not in str(error):
+                raise
+            self.state = "no gradient"  # an ordered callback, say
+        else:
+            self.expected = self._evaluate(self.jaxpr)
+
+    def _trace(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+        fn = vjp_of(jaxpr)
+        return jax.make_jaxpr(fn)(self.args, self.cotangents)
+
+    def _evaluate(self, jaxpr: _jax.Jaxpr) -> list[Any]:
+        return self.evaluator(jaxpr, *self.args, *self.cotangents)
+
+    def compare(self, result: _jax.Jaxpr) -> str:
+        """Compares the gradient of a rewritten program; says whether to the bit."""
+        if self.state == "no gradient":
+            return "no gradient compared"
+        actual = self._evaluate(self._trace(result))
+        if all(map(_equal_but_for_zeros, actual, self.expected)):
+            return "gradients equal in bits"
+        fault = within_rounding(
+            self.jaxpr,
+            [*self.args, *self.cotangents],
+            self.expected,
+            actual,
+            start=self.cotangents,
+        )
+        assert fault is None, f"gradient: {fault}"
+        return "gradients summed in another order"
+
+
+def vjp_of(jaxpr: _jax.Jaxpr) -> Callable[[list[Any], list[Any]], list[Any]]:
+    """Returns the gradient of a jaxpr for its float inputs, given its operands and cotangents."""
+    floats = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in jaxpr.in_avals]
+    wanted = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in jaxpr.out_avals]
+
+    def gradient(args: list[Any], cotangents: list[Any]) -> list[Any]:
+        def fn(*chosen: Any) -> list[Any]:
+            rest = iter(chosen)
+            values = [next(rest) if f else x for f, x in zip(floats, args, strict=True)]
+            results = jaxpr_as_fun(jaxpr)(*values)
+            return [r for r, keep in zip(results, wanted, strict=True) if keep]
+
+        _, back = jax.vjp(fn, *(x for x, f in zip(args, floats, strict=True) if f))
+        return list(back(cotangents))
+
+    return gradient
+
+
+def _equal_but_for_zeros(x: Any, y: Any) -> bool:
+    """An absent cotangent and one of 0.0 differ in the sign that a sum with -0.0 has."""
+    return x is y or np.array_equal(bits(np.where(x == 0, 0, x)), bits(np.where(y == 0, 0, y)))
+
+
+# -- compiled -------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
+"""Else XLA drops conversions to bfloat16 and back from one of two programs."""
+
+
+def compare_compiled(jaxpr: _jax.Jaxpr, result: _jax.Jaxpr, args: list[Any]) -> str:
+    """Compares two jaxprs, each compiled as a whole; says how near they are."""
+    actual, expected = (
+        [np.asarray(x) if not _jax.is_key(x) else x for x in _compiled(j, args)]
+        for j in (result, jaxpr)
+    )
+    if all(map(_near, actual, expected)):
+        return "compiled: within 1e-6"
+    fault = within_rounding(jaxpr, args, expected, actual, ulps=4.0)
+    assert fault is None, f"compiled: {fault}"
+    return "compiled: within rounding"
+
+
+def _compiled(jaxpr: _jax.Jaxpr, args: list[Any]) -> list[Any]:
+    return jax.jit(jaxpr_as_fun(jaxpr), compiler_options=OPTIONS)(*args)
+
+
+def _near(x: Any, y: Any) -> bool:
+    if _equal(x, y):
+        return True
+    if _jax.is_key(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return False
+    size = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=0)
+    return np.allclose(x, y, rtol=0, atol=1e-6 * size, equal_nan=True)
