@@ -14,6 +14,8 @@ from typing import Any
 
 from tpjax.core import _jax
 from tpjax.core.errors import message
+from tpjax.stax import modules
+from tpjax.stax.entries import check_arguments
 from tpjax.stax.program import Program
 from tpjax.stax.roads import Lowered, Roads, roads_of
 
@@ -35,7 +37,7 @@ def compiled_ahead(
             "is the one to compile. Call precompile outside of it."
         )
     roads = roads_of(program)
-    lowered = [roads.lower(*one) for one in given]
+    lowered = [_lowered(roads, *one) for one in given]
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         jobs = [pool.submit(one.lowered.compile) for one in lowered]
         pairs = zip(given, lowered, jobs, strict=True)
@@ -54,12 +56,24 @@ def _arguments(bound: tuple[Any, ...], index: int, call: Any) -> tuple[Any, Mapp
     )
 
 
+def _lowered(roads: Roads, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lowered:
+    try:
+        return roads.lower(args, kwargs)
+    except Exception as error:
+        if roads.falls_back(error):
+            return roads.lower(args, kwargs)
+        program = roads.program
+        if isinstance(error, TypeError | ValueError) and not modules.any_module((args, kwargs)):
+            check_arguments(program.name, program.fn, args, kwargs, program.static.argnames)
+        raise
+
+
 def _finished(roads: Roads, call: tuple[Any, Mapping[str, Any]], lowered: Lowered, job: Any) -> Any:
     """Returns what was compiled; where our program fails to compile, the original one."""
     try:
         compiled = job.result()
     except Exception as error:
-        if not roads.falls_back(lowered, error):
+        if not roads.falls_back(error, lowered):
             raise
         lowered = roads.lower(*call)
         compiled = lowered.lowered.compile()

@@ -105,7 +105,7 @@ class Roads:
         return settled(lambda last: self._lower(args, kwargs, last))
 
     def _lower(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], last: bool) -> "Lowered":
-        self._calling.last = last
+        self._calling.last, self._calling.failed = last, None
         reading = self.program.read(args)
         variant = self._variant(reading)
         if not variant.keyed and not modules.any_module((args, kwargs)):
@@ -122,16 +122,28 @@ class Roads:
                     except _KeyedRoadError:
                         variant.keyed = True
                         continue
+                    except Exception:
+                        state.failed = self._of_fast_road(None, variant, reading, args, kwargs)
+                        raise
                     self._keep_made(variant, reading)
-                    entry = state.made
-                    leaves = [] if entry is None else self._leaves(entry, reading, args, kwargs)
-                    return Lowered(lowered, entry, leaves, variant)
+                    return self._of_fast_road(lowered, variant, reading, args, kwargs)
             finally:
                 state.reading = NOTHING  # its arrays are the user's to let go of
         with self.program.taken_apart(args, kwargs, reading) as call:
             entry = self._entry_of(reading, call, args, kwargs)
             inputs, run = _inputs(entry, reading.arrays, call), entry.run or _own_jit(entry)
-            return Lowered(run.lower(*inputs), entry, inputs, run=run)
+            try:
+                return Lowered(run.lower(*inputs), entry, inputs, run=run)
+            except Exception:
+                self._calling.failed = Lowered(None, entry, inputs, run=run)
+                raise
+
+    def _of_fast_road(
+        self, lowered: Any, variant: _Variant, reading: Reading, args: Any, kwargs: Any
+    ) -> "Lowered":
+        entry = self._calling.made
+        leaves = [] if entry is None else self._leaves(entry, reading, args, kwargs)
+        return Lowered(lowered, entry, leaves, variant)
 
     def keep(self, lowered: "Lowered") -> None:
         """Makes later calls use what was lowered, once it is compiled."""
@@ -141,10 +153,20 @@ class Roads:
                 if self.program.entries.get(entry.key) is entry:
                     self.program.entries[entry.key] = replace(entry, run=lowered.run)
 
-    def falls_back(self, lowered: "Lowered", error: Exception) -> bool:
-        """Makes the call run as written if it is our fault that it does not compile."""
-        entry = lowered.entry
-        if entry is None or not entry.kept or not self._falls_back(entry, lowered.inputs, error):
+    def falls_back(self, error: Exception, lowered: "Lowered | None" = None) -> bool:
+        """Makes the call run as written if it is our fault that it does not compile.
+
+        Args:
+          error: what lowering or compiling it raised.
+          lowered: the call; None: the one that this thread has just failed to lower.
+        """
+        lowered, self._calling.failed = lowered or self._calling.failed, None
+        entry = None if lowered is None else lowered.entry
+        if lowered is None or entry is None or not entry.kept:
+            return False
+        now = self.program.entries.get(entry.key)
+        done = now is not None and now.as_written is not None  # by another call of the same entry
+        if not done and not self._falls_back(entry, lowered.inputs, error):
             return False
         if lowered.variant is not None:
             lowered.variant.jit = None
