@@ -12,6 +12,7 @@ import pytest
 from tests.harness import assert_close, inputs
 from tests.stax_passes.spellings import assert_same, rewritten
 from tpjax.stax_passes.engine import Match, Recogniser, rewriting_pass
+from tpjax.stax_passes.pipeline import CLEAN_UP, optimize
 from tpjax.stax_passes.unify import Rule
 
 PLUS_TO_MINUS = Rule("plus_to_minus", lambda x: x + 1, lambda x: x - 1)
@@ -83,6 +84,29 @@ def test_R15_enters_bodies_and_nothing_opaque() -> None:
     new, report = rewritten(lambda x: opaque(x), sin_to(jnp.cos), x)
     assert not report.hits
     assert_close("rule kept", jax.grad(lambda x: new(x).sum())(x), jnp.full(3, 5.0), 1e-6)
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda fn: lambda x: _looped(fn, x)])
+def test_R15_bodies_with_array_constants_still_differentiate(wrap: Any) -> None:
+    """A folded array, and one of a replacement: a checkpoint may have no constants."""
+    table = jnp.arange(4.0)
+    plus = Rule("plus", lambda x: jnp.sin(x) + x, lambda x: jnp.sin(x) + x + 0 * table)
+
+    def fn(x):
+        return wrap(lambda x: (jnp.sin(x) + x) * (jnp.arange(4) % 3))(x)
+
+    passes = lambda jaxpr: (  # noqa: E731
+        rewriting_pass("user", (plus,))(optimize(jaxpr, (CLEAN_UP,))[0])
+    )
+    x = inputs("f32[2,4]", 1)
+    new, report = rewritten(fn, passes, x)
+    assert len(report.hits) == 1
+    assert_same("constants", fn, new, (x,), 1e-6)
+    assert_close("vmap", jax.vmap(new)(x[None]), fn(x)[None], 1e-6)
+
+
+def _looped(fn: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda c, _: (fn(c), None), x, None, length=2)[0]
 
 
 def test_F02_rule_that_raises_leaves_the_original() -> None:

@@ -221,3 +221,32 @@ def written_as(
     names: dict[Any, Any] = dict(zip(jaxpr.invars, atoms, strict=True))
     names.update(zip(jaxpr.outvars, like.outvars, strict=True))
     return copied(jaxpr.eqns, names, like)
+
+
+def retraced(fn: Callable[..., Any], like: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Traces `fn` to a jaxpr with the inputs of `like`, and no constants but those of `like`.
+
+    Other arrays are operands in the equations, as the body of a checkpoint may have no constants.
+    """
+    made = _jax.retrace(fn, like)
+    old = {id(value) for value in like.consts}
+    pairs = list(zip(made.constvars, made.consts, strict=True))
+    written: dict[Any, Any] = {
+        var: _jax.Literal(value, var.aval)
+        for var, value in pairs
+        if id(value) not in old and _jax.is_array(var.aval) and not _jax.is_tracer(value)
+    }
+    if not written:
+        return made
+    kept = [(var, value) for var, value in pairs if var not in written]
+
+    def instead(atom: Any) -> Any:
+        return written.get(atom, atom) if isinstance(atom, _jax.Var) else atom
+
+    return made.replace(
+        constvars=[var for var, _ in kept],
+        consts=[value for _, value in kept],
+        eqns=[eqn.replace(invars=[instead(atom) for atom in eqn.invars]) for eqn in made.eqns],
+        outvars=[instead(atom) for atom in made.outvars],
+        debug_info=made.debug_info,
+    )

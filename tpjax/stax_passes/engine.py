@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import jax
 from jax import lax
 
-from tpjax.core import _jax
+from tpjax.core import _jax, parts
 from tpjax.core.errors import UnsupportedError
 from tpjax.core.operator import Choice
 from tpjax.pallas.dispatch import record_choices
@@ -362,6 +362,6 @@ def _emit(
                 env.update(zip(node.outs, _jax.bind(eqn, *(env[i] for i in node.ins)), strict=True))
         return [env[value] for value in graph.outputs]
 
-    result = _jax.retrace(run, jaxpr)
+    result = parts.retraced(run, jaxpr)
     log.hits.extend(hits)
     return result
