@@ -146,7 +146,7 @@ class _Writer:
             return self._all((x.func, x.args, x.keywords))
         if dataclasses.is_dataclass(x):
             return self._all([getattr(x, f.name, None) for f in dataclasses.fields(x)])
-        if callable(x):
+        if callable(x) or hasattr(x, "call_wrapped"):
             return f"{self.number_of(x)} {_function_name(x)}"
         return self._words(x)
 
