@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tests.harness import assert_close, inputs
-from tpjax.core import _jax
+from tpjax.core import soundness
 from tpjax.stax_passes.report import Report
 
 
@@ -20,7 +20,7 @@ def rewritten(
     """Returns `fn` with its jaxpr rewritten, and the pass's report; the jaxpr is type-checked."""
     jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     new, report = rewrite(jaxpr)
-    _jax.check(new)
+    soundness.check(new)
     tree = jax.tree.structure(shape)
 
     def run(*args: Any) -> Any:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tpjax.core import _jax
+from tpjax.core import _jax, soundness
 from tpjax.core.errors import UnsupportedError, message
 from tpjax.stax_passes.attention import fuse_attention
 from tpjax.stax_passes.canonical import canonicalise
@@ -175,7 +175,7 @@ def fault_of(before: _jax.Jaxpr, after: _jax.Jaxpr) -> str | None:
     if gone:
         return f"it dropped what must stay: {', '.join(sorted(gone.elements()))}"
     try:
-        _jax.check(after)
+        soundness.check(after)
     except Exception as error:
         return str(error)
     return None
