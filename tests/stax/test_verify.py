@@ -24,7 +24,7 @@ from tpjax.stax.verification.verify import Difference, check
 from tpjax.stax_passes import attention, fold
 from tpjax.stax_passes.engine import Match, Recogniser, rewriting_pass
 from tpjax.stax_passes.pipeline import CLEAN_UP, PASSES
-from tpjax.stax_passes.sweep import sweeping_pass
+from tpjax.stax_passes.sweep import ExactRule, sweeping_pass
 
 
 def verified(
@@ -83,7 +83,7 @@ def swapping(primitive: str) -> Any:
 
         return edit
 
-    return sweeping_pass("swap_operands", "", start)
+    return sweeping_pass("swap_operands", "", start, (ExactRule("swap", None),))
 
 
 # -- planted faults -------------------------------------------------------------------------------

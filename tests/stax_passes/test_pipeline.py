@@ -18,7 +18,8 @@ from tpjax.core import _jax
 from tpjax.stax_passes.canonical import canonicalise
 from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
-from tpjax.stax_passes.pipeline import CLEAN_UP, MAX_ROUNDS, PASSES, optimize
+from tpjax.stax_passes.movement import simplify_moves
+from tpjax.stax_passes.pipeline import CLEAN_UP, EXACT_PASSES, MAX_ROUNDS, PASSES, optimize
 from tpjax.stax_passes.report import Hit, Report
 from tpjax.stax_passes.share import share_subexpressions
 
@@ -45,9 +46,15 @@ def _editing(name: str, edit: Any, hits: int = 1) -> Any:
 
 
 def test_passes_and_their_order() -> None:
-    assert (canonicalise, fold_constants, share_subexpressions, drop_dead_code) == CLEAN_UP
-    assert PASSES[0] is CLEAN_UP
-    assert PASSES[-1] is CLEAN_UP
+    first = (canonicalise, fold_constants, simplify_moves, share_subexpressions, drop_dead_code)
+    assert first == CLEAN_UP
+    names = [getattr(entry, "__name__", "clean up") for entry in PASSES]
+    exact = [getattr(entry, "__name__", "clean up") for entry in EXACT_PASSES]
+    assert exact == [name for name in names if not name.startswith("fuse_")]
+    assert names == [
+        *("share_bodies", "clean up", "fuse_attention", "fuse_norm"),
+        *("hoist_invariants", "clean up", "share_layers"),
+    ]
     _, reports = optimize(_trace(), ())
     assert reports == ()
     _, reports = optimize(_trace(), (drop_dead_code, canonicalise))
@@ -63,7 +70,8 @@ def test_a_group_reports_each_pass_once_with_what_it_removed() -> None:
     assert primitives(result) == ["sin"]
     removed = {r.name: r.equations_before - r.equations_after for r in reports}
     assert removed == {
-        "canonicalise": 2, "fold_constants": 0, "share_subexpressions": 1, "drop_dead_code": 1
+        "canonicalise": 2, "fold_constants": 0, "simplify_moves": 0, "share_subexpressions": 1,
+        "drop_dead_code": 1,
     }  # fmt: skip
     assert all("test_pipeline.py:" in hit.source for r in reports for hit in r.hits)
 

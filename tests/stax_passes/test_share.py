@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from tests.harness import inputs
+from tests.stax_passes.gradients import assert_gradients
 from tests.stax_passes.programs import primitives, rules_fired
 from tpjax.stax_passes.share import share_subexpressions
 
@@ -95,3 +96,57 @@ def test_R08_merging_stays_within_its_body() -> None:
 
     _, fired, _ = rules_fired(fn, X, passes=(share_subexpressions,))
     assert not fired
+
+
+@jax.jit
+def _helper(x: jax.Array) -> jax.Array:
+    return jnp.sin(x) * 2
+
+
+@jax.jit
+def _deeper(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.exp(_helper(x)), jnp.cos(x)
+
+
+THROUGH_CALLS: list[tuple[str, Any, dict[str, int]]] = [
+    ("beside it, later", lambda x: (_helper(x), jnp.sin(x)), {"sin": 1, "mul": 1, "jit": 0}),
+    ("beside it, before", lambda x: (jnp.sin(x), _helper(x)), {"sin": 1, "mul": 1, "jit": 0}),
+    ("a call in a call", lambda x: (_helper(x), _deeper(x)), {"sin": 0, "exp": 1, "jit": 1}),
+    ("two calls deep", lambda x: (_deeper(x), jnp.sin(x)), {"sin": 1, "exp": 1, "jit": 0}),
+    ("sigmoid in silu", lambda x: (jax.nn.silu(x), jax.nn.sigmoid(x)), {"logistic": 1, "jit": 0}),
+    ("the whole call", lambda x: (_deeper(x), _deeper(x)), {"sin": 0, "jit": 1}),
+    ("nothing shared", lambda x: (jax.nn.silu(x), jax.nn.silu(x + 1)), {"logistic": 0, "jit": 2}),
+    ("only what is free", lambda x: (_deeper(x), jnp.zeros(3)), {"jit": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "counts"), [r[1:] for r in THROUGH_CALLS], ids=[r[0] for r in THROUGH_CALLS]
+)
+def test_equal_equations_merge_across_the_border_of_a_call(fn, counts) -> None:
+    result, _, _ = rules_fired(fn, X)
+    found = primitives(result)
+    assert {name: found.count(name) for name in counts} == counts
+    assert_gradients("across a call", fn, result, X, tol=1e-6)  # sums merge before, not after
+
+
+def test_an_opened_helper_keeps_lines_and_profile_names() -> None:
+    jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), _helper(x)))(X)
+    result, _ = share_subexpressions(jaxpr)
+    (product,) = (eqn for eqn in result.eqns if eqn.primitive.name == "mul")
+    assert str(product.source_info.name_stack) == "jit(_helper)"
+    (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "jit")
+    (inner,) = (e for e in call.params["jaxpr"].eqns if e.primitive.name == "mul")
+    assert product.source_info.traceback is inner.source_info.traceback
+
+
+def test_helpers_that_print_or_donate_stay_calls() -> None:
+    @jax.jit
+    def prints(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda v: None, x)
+        return jnp.sin(x)
+
+    donates = jax.jit(lambda x: jnp.sin(x), donate_argnums=0)
+    for helper in (prints, donates):
+        result, fired, _ = rules_fired(lambda x, f=helper: (jnp.sin(x), f(x)), X)
+        assert primitives(result).count("jit") == 1, fired

@@ -8,11 +8,15 @@ computed once, before the scan. XLA moves some of them too, but after differenti
 value computed at each step may have been kept for each step.
 
 What costs nothing to repeat stays (broadcasts, iota), and so does what would take more memory than
-it saves work: a value larger than what it is computed from, unless much work is in it.
+it saves work: a value larger than what it is computed from, unless much work is in it. A value of
+fewer bits than what it is computed from stays too, as its gradient, a sum over all steps, would be
+summed in those bits.
 """
 
 import math
 from typing import Any
+
+import jax.numpy as jnp
 
 from tpjax.core import _jax, parts
 from tpjax.stax_passes.share import APART, FREE
@@ -114,7 +118,8 @@ class _Loop:
         moved = same.makers(exported)
         copies = parts.copied([self.eqns[i] for i in moved], self.outside)
         self.more.extend(exported)
-        gone = {i for i in moved if not any(v in same.read for v in self.eqns[i].outvars)}
+        needless = set(same.made.values())  # moved, or read by what is moved or dead alone
+        gone = {i for i in needless if not any(v in same.read for v in self.eqns[i].outvars)}
         gone |= {i for i in moved if any(v in exported for v in self.eqns[i].outvars)}
         self.eqns = [eqn for i, eqn in enumerate(self.eqns) if i not in gone]
         return copies
@@ -186,6 +191,8 @@ class _Invariants:
         return list(exported)[::-1]
 
     def _is_worth(self, var: _jax.Var) -> bool:
+        if any(_digits(leaf.aval) > _digits(var.aval) for leaf in self.leaves[var]):
+            return False
         size = nbytes(var.aval)
         if size <= sum(nbytes(leaf.aval) for leaf in self.leaves[var]):
             return True
@@ -207,6 +214,11 @@ class _Invariants:
 def nbytes(aval: Any) -> int:
     """Returns the bytes of an array; of keys and the like, as if they were 32 bits."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+
+
+def _digits(aval: Any) -> int:
+    """Returns the bits of a float's mantissa; 0 if the value has no gradient, or is complex."""
+    return jnp.finfo(aval.dtype).nmant if jnp.issubdtype(aval.dtype, jnp.floating) else 0
 
 
 def _names_in(body: _jax.Jaxpr) -> set[str]:

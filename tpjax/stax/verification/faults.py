@@ -17,7 +17,14 @@ import numpy as np
 from tpjax.core import _jax
 from tpjax.core.operator import Choice
 from tpjax.stax.verification.compare import TOLERANCES, Gap, distance, gap
-from tpjax.stax.verification.evaluation import UNKNOWN, environment, read, replay, run_equation
+from tpjax.stax.verification.evaluation import (
+    UNKNOWN,
+    environment,
+    read,
+    replay,
+    replayed,
+    run_equation,
+)
 
 MAX_SUSPECTS = 48
 """Equations tried one after the other; among more, the first at fault is found by bisection."""
@@ -111,17 +118,24 @@ def leading_to(
     return found[::-1]
 
 
-def values_of(jaxpr: _jax.Jaxpr, values: list[Any], keep: set[Any] | None = None) -> dict[Any, Any]:
+def values_of(
+    jaxpr: _jax.Jaxpr,
+    values: list[Any],
+    keep: set[Any] | None = None,
+    apart: Callable[[_jax.Equation], bool] = lambda eqn: False,
+) -> dict[Any, Any]:
     """Returns the value of every variable of the level, or of those in `keep`.
 
-    Each equation runs on its own; the bodies of calls and loops run as one.
+    Each equation runs on its own; the bodies of calls and loops run as one, but for those equations
+    that are to be taken `apart`.
     """
     env = environment(jaxpr, values)
     last: dict[Any, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         last.update((a, i) for a in (*eqn.invars, *eqn.outvars) if isinstance(a, _jax.Var))
     for i, eqn in enumerate(jaxpr.eqns):
-        outs = run_equation(eqn, [read(env, atom) for atom in eqn.invars])
+        run = replayed if apart(eqn) else run_equation
+        outs = run(eqn, [read(env, atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
         for atom in () if keep is None else (*eqn.invars, *eqn.outvars):
             if isinstance(atom, _jax.Var) and last[atom] == i and atom not in (keep or ()):

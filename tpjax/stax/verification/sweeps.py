@@ -59,7 +59,14 @@ class _Sweep:
         makers = {v: eqn for eqn in before.eqns for v in eqn.outvars}
         kept = {id(eqn) for eqn in before.eqns}
         changed = [eqn for eqn in after.eqns if id(eqn) not in kept]
-        env = values_of(before, old, _needed(before, after, changed, makers))
+        # A call that is gone may be open now: what it computed is then named one by one.
+        stays = {id(eqn) for eqn in after.eqns}
+        env = values_of(
+            before,
+            old,
+            _needed(before, after, changed, makers),
+            lambda eqn: id(eqn) not in stays and bool(_jax.subjaxprs(eqn)),
+        )
         theirs = environment(after, new)
 
         def value(atom: Any) -> Any:
@@ -76,16 +83,13 @@ class _Sweep:
         for eqn in changed:
             ins = [value(atom) for atom in eqn.invars]
             first = makers.get(eqn.outvars[0]) if eqn.outvars else None
-            expected = env
-            if first is not None and _jax.subjaxprs(eqn):
-                if self.bodies(first, eqn, env, ins, where):
-                    continue
-                apart = replayed(first, [read(env, atom) for atom in first.invars])
-                expected = dict(zip(first.outvars, apart, strict=True))
+            bodies = first is not None and bool(_jax.subjaxprs(eqn))
+            if bodies and self.bodies(first, eqn, env, ins, where):
+                continue
             outs = replayed(eqn, ins)
             for var, out in zip(eqn.outvars, outs, strict=True):
                 if var in makers:
-                    demand(out, expected.get(var, env[var]), var)
+                    demand(out, env[var], var)
                 else:
                     theirs[var] = out
         for first, eqn in _lasting_pairs(before, after):

@@ -160,6 +160,8 @@ def _steps(jaxpr: _jax.Jaxpr, passes: Sequence[Any]) -> list[tuple[Any, _jax.Jax
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever asks has been warned of what fails
         final, _ = optimize(jaxpr, nested)
+    if not history:
+        return []  # no pass ran to its end
     inputs = [before for _, before, _ in history[1:]] + [final]
     steps = zip(history, inputs, strict=True)
     return [step for step, next_input in steps if step[2] is next_input and step[1] is not step[2]]
