@@ -180,15 +180,32 @@ def _in_order(eqn: _jax.Equation) -> bool:
 
 
 def _reshape(level: Level, eqn: _jax.Equation) -> "Atom | _jax.Equation | None":
-    """A chain of reshapes that comes back is nothing; a reshape of a reshape is one."""
+    """A chain of reshapes that comes back is nothing; a reshape of a reshape is one.
+
+    Taking axes of length one away or adding them is a reshape too; only of such, that stays.
+    """
     inner = level.maker(eqn.invars[0])
     if inner is None or not _in_order(eqn) or not _in_order(inner):
         return None
     x = inner.invars[0]
     if x.aval is eqn.outvars[0].aval:
         return x
-    both = eqn.primitive.name == inner.primitive.name == "reshape"
-    return eqn.replace(invars=[x]) if both and _jax.is_local(x.aval) else None
+    if not _jax.is_local(x.aval) or not _jax.is_local(eqn.outvars[0].aval):
+        return None
+    if eqn.primitive is inner.primitive is lax.squeeze_p:
+        return eqn.replace(invars=[x], params={"dimensions": _squeezed(inner, eqn)})
+    if eqn.primitive is inner.primitive is lax.broadcast_in_dim_p:
+        return None  # broadcasts of broadcasts have a rule, in whatever shapes
+    shape = _jax.array_type(eqn.outvars[0]).shape
+    params = {"new_sizes": shape, "dimensions": None, "sharding": None}
+    return eqn.replace(primitive=lax.reshape_p, invars=[x], params=params)
+
+
+def _squeezed(inner: _jax.Equation, outer: _jax.Equation) -> tuple[int, ...]:
+    """Returns the axes that two squeezes take away together."""
+    first = set(inner.params["dimensions"])
+    rest = [i for i in range(len(_jax.array_type(inner.invars[0]).shape)) if i not in first]
+    return tuple(sorted(first | {rest[i] for i in outer.params["dimensions"]}))
 
 
 def _squeeze(level: Level, eqn: _jax.Equation) -> Atom | None:

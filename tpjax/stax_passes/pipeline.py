@@ -18,6 +18,7 @@ from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
 from tpjax.stax_passes.hoist import hoist_invariants
 from tpjax.stax_passes.layers import share_bodies, share_layers
+from tpjax.stax_passes.movement import simplify_moves
 from tpjax.stax_passes.norms import fuse_norm
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.share import share_subexpressions
@@ -29,6 +30,7 @@ MAX_ROUNDS = 16
 CLEAN_UP: tuple[Pass, ...] = (
     canonicalise,
     fold_constants,
+    simplify_moves,
     share_subexpressions,
     drop_dead_code,
 )

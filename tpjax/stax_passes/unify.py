@@ -28,6 +28,7 @@ from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
 from tpjax.stax_passes.graph import Graph, Node
 from tpjax.stax_passes.match import Match
+from tpjax.stax_passes.movement import simplify_moves
 from tpjax.stax_passes.patterns import Pattern, unify
 from tpjax.stax_passes.report import Tier
 from tpjax.stax_passes.share import share_subexpressions
@@ -253,7 +254,8 @@ def _demand_pattern(pattern: Pattern, jaxpr: _jax.Jaxpr) -> None:
 
 def _cleaned(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Returns the jaxpr in the form in which the exact passes leave a program."""
-    for run in (canonicalise, fold_constants, share_subexpressions, drop_dead_code) * 2:
+    clean = canonicalise, fold_constants, simplify_moves, share_subexpressions, drop_dead_code
+    for run in clean * 2:
         jaxpr, _ = run(jaxpr)
     return jaxpr
 
