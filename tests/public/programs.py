@@ -42,6 +42,8 @@ PROGRAMS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
     "NNX GPT": transformers.gpt,
     "Llama, repeated keys": transformers.llama,
     "Llama, scan, remat": partial(transformers.llama, scan=True, remat=True),
+    "Llama, loop, remat of layers": partial(transformers.llama, remat=True),
+    "GPT, layers under jit": partial(transformers.gpt, jitted=True),
     "T5 encoder": transformers.t5,
     "ViT": networks.vit,
     "ResNet": networks.resnet,

@@ -87,7 +87,10 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    def __init__(self, vocab: int, width: int, heads: int, layers: int, rngs: nnx.Rngs):
+    def __init__(
+        self, vocab: int, width: int, heads: int, layers: int, rngs: nnx.Rngs, jitted: bool = False
+    ):
+        self.jitted = jitted
         self.tokens = nnx.Embed(vocab, width, rngs=rngs)
         self.positions = nnx.Embed(64, width, rngs=rngs)
         self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(layers)])
@@ -96,12 +99,12 @@ class GPT(nnx.Module):
     def __call__(self, tokens):
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = nnx.jit(block)(x) if self.jitted else block(x)
         return self.tokens.attend(self.ln(x))
 
 
-def gpt(layers: int = 3) -> tuple[Any, tuple[Any, ...]]:
-    model = nnx.eval_shape(lambda: GPT(48, 32, 4, layers, nnx.Rngs(0)))
+def gpt(layers: int = 3, jitted: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    model = nnx.eval_shape(lambda: GPT(48, 32, 4, layers, nnx.Rngs(0), jitted))
     graph, state = nnx.split(model)
 
     def loss(state, tokens):

@@ -8,14 +8,16 @@
 
 Of each program (a loss) are counted: equations, each body once; kernels, which are hits of passes
 that rewrite to operators; bytes of residuals, which are what `jax.vjp` keeps for the backward pass
-besides arguments; and of value and gradient compiled for the CPU, temporary bytes, FLOPs, and
-seconds of CPU time for tracing derivatives, lowering and XLA together.
+besides arguments; and of value and gradient compiled for the CPU, temporary bytes, FLOPs, seconds
+of CPU time for tracing derivatives, lowering and XLA together, and milliseconds of a run (the best
+of many). Large programs are only traced, as for a GPU: what kernels keep is counted there.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,15 +26,18 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from tests.public import transformers
-from tests.public.programs import PROGRAMS
+from tests.public.programs import LARGE, PROGRAMS, values
 from tpjax.core import _jax
+from tpjax.pallas.dispatch import use
 from tpjax.stax_passes.contracts import passes_once
 from tpjax.stax_passes.engine import rows_of
 from tpjax.stax_passes.pipeline import PASSES, optimize
 
 DEEP = {"Llama of 16 layers": partial(transformers.llama, 16)}
-NOISE = 0.1
-"""Compile times that differ by less are not told apart."""
+NOISE = {"compile_s": 0.1, "run_ms": 0.1}
+"""Times that differ by a smaller share are not told apart."""
+RUN_S = 0.3
+"""Seconds over which a program is run again and again."""
 
 
 class Numbers(NamedTuple):
@@ -44,15 +49,23 @@ class Numbers(NamedTuple):
     temp_bytes: float = float("nan")
     flops: float = float("nan")
     compile_s: float = float("nan")
+    run_ms: float = float("nan")
 
 
-def numbers_of(jaxpr: _jax.Jaxpr, num_params: int, kernels: int, xla: bool) -> Numbers:
-    """Returns the numbers of a loss whose first inputs are the parameters."""
+def numbers_of(jaxpr: _jax.Jaxpr, num_params: int, kernels: int, run_on: Any) -> Numbers:
+    """Returns the numbers of a loss whose first inputs are the parameters.
+
+    Args:
+      jaxpr: the loss.
+      num_params: how many of its inputs are differentiated.
+      kernels: how many there are.
+      run_on: arguments to run it on, or None not to compile it.
+    """
     fn = lambda *args: jaxpr_as_fun(jaxpr)(*args)[0]  # noqa: E731
     types = [_jax.array_type(var) for var in jaxpr.invars]
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types]
     found = Numbers(_distinct(jaxpr), kernels, _residual_bytes(fn, avals, num_params))
-    if not xla:
+    if run_on is None:
         return found
     start = time.process_time()
     step = jax.jit(jax.value_and_grad(fn, argnums=tuple(range(num_params))))
@@ -60,9 +73,14 @@ def numbers_of(jaxpr: _jax.Jaxpr, num_params: int, kernels: int, xla: bool) -> N
     seconds = time.process_time() - start
     cost: Any = compiled.cost_analysis()
     memory: Any = compiled.memory_analysis()
+    best, end = float("inf"), time.perf_counter() + RUN_S
+    while (begun := time.perf_counter()) < end:
+        jax.block_until_ready(compiled(*run_on))
+        best = min(best, time.perf_counter() - begun)
     return found._replace(
-        temp_bytes=memory.temp_size_in_bytes, flops=cost.get("flops", 0.0), compile_s=seconds
-    )
+        temp_bytes=memory.temp_size_in_bytes, flops=cost.get("flops", 0.0), compile_s=seconds,
+        run_ms=1e3 * best,
+    )  # fmt: skip
 
 
 def _distinct(jaxpr: _jax.Jaxpr) -> int:
@@ -113,20 +131,23 @@ class Line(NamedTuple):
 
 def lines(names: Sequence[str], xla: bool) -> Iterator[Line]:
     """Yields the numbers of each program under each choice of passes."""
-    table = {**PROGRAMS, **DEEP}
+    table = {**PROGRAMS, **DEEP, **LARGE}
     for name in names:
         fn, args = table[name]()
         jaxpr = jax.make_jaxpr(fn)(*args)
         num_params = len(jax.tree.leaves(args[0]))
+        given = jax.tree.leaves(values(args)) if xla and name not in LARGE else None
         done: dict[str, Numbers] = {}
         for what, passes in _choices():
-            result, reports = optimize(jaxpr, passes)
+            with use(platform="cuda") if name in LARGE else nullcontext():
+                result, reports = optimize(jaxpr, passes)
             fused = {p.__name__ for p in passes_once(passes or ()) if rows_of(p)}
             kernels = sum(len(r.hits) for r in reports if r.name in fused)
             text = str(result)
-            compiles = xla and not what.startswith("only")
-            if text not in done or (compiles and done[text].flops != done[text].flops):
-                done[text] = numbers_of(result, num_params, kernels, compiles)
+            run_on = None if what.startswith("only") else given
+            if text not in done:
+                with use(platform="cuda") if name in LARGE else nullcontext():
+                    done[text] = numbers_of(result, num_params, kernels, run_on)
             yield Line(name, what, done[text]._replace(kernels=kernels))
 
 
@@ -166,7 +187,7 @@ def table(found: Sequence[Line]) -> str:
 
 def _cell(pairs: list[tuple[str, float, float]], what: str, sign: int) -> str:
     """Returns in how many programs the number changed, and where most: "+12 % LSTM (3 of 16)"."""
-    noise = NOISE if what == "compile_s" else 0.0
+    noise = NOISE.get(what, 0.0)
     if what == "kernels":
         changes = [(after - before, p) for p, before, after in pairs]
     else:
@@ -188,7 +209,7 @@ def main() -> None:
     parser.add_argument("--programs", default="", help="a word that names hold")
     parser.add_argument("--json", metavar="FILE", help="where to write every number")
     options = parser.parse_args()
-    names = [name for name in (*PROGRAMS, *DEEP) if options.programs in name]
+    names = [name for name in (*PROGRAMS, *DEEP, *LARGE) if options.programs in name]
     found = []
     for line in lines(names, options.xla):
         found.append(line)
