@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.harness import assert_close, inputs
+from tests.harness import assert_close, inputs, run_python
 from tests.stax_passes.gradients import assert_gradients
 from tests.stax_passes.programs import as_function, primitives, rules_fired
 from tpjax.core import _jax
@@ -160,3 +160,45 @@ def test_bodies_of_other_lines_or_with_effects_stay_apart() -> None:
     for function in (fn, lambda x: [jax.checkpoint(lambda x: prints(x))(x) for _ in range(2)]):
         _, fired, _ = rules_fired(function, X, passes=(share_bodies,))
         assert not fired
+
+
+SHARDED = """
+import warnings
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec as P
+from tpjax.stax_passes.pipeline import optimize
+from jax.extend.core import jaxpr_as_fun
+
+warnings.simplefilter("error")
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.{kind},))
+
+
+def layers(x, w):
+    for _ in range(10):
+        h = jnp.tanh(x @ w) * 2.0
+        h = jnp.sin(h) + jnp.cos(x) - jnp.exp(-jnp.abs(h))
+        x = x + h / (1.0 + jnp.abs(h))
+    return x
+
+
+def rows(x, w):
+    x = layers(x, w)
+    return x + jax.lax.psum(x.sum(), "data") if {manual} else x
+
+
+with jax.set_mesh(mesh):
+    x = jax.device_put(jnp.ones((4, 8)), jax.NamedSharding(mesh, P("data")))
+    w = jax.device_put(jnp.eye(8), jax.NamedSharding(mesh, P()))
+    fn = jax.shard_map(rows, in_specs=(P("data"), P()), out_specs=P("data")) if {manual} else rows
+    jaxpr = jax.make_jaxpr(fn)(x, w)
+    result, reports = optimize(jaxpr, verify=True)
+    assert reports[-1].name == "share_layers" and len(reports[-1].hits) == 1, reports[-1]
+    got, expected = jax.jit(jaxpr_as_fun(result))(x, w)[0], jax.jit(fn)(x, w)
+    assert jnp.allclose(got, expected, rtol=1e-6), (got, expected)
+    assert got.sharding == expected.sharding
+"""
+
+
+@pytest.mark.parametrize(("kind", "manual"), [("Explicit", False), ("Auto", True)])
+def test_layers_on_a_mesh(kind, manual) -> None:
+    run_python(SHARDED.replace("{kind}", kind).replace("{manual}", str(manual)), devices=2)

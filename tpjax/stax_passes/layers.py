@@ -121,7 +121,8 @@ def _walk(jaxpr: _jax.Jaxpr, log: Log, done: dict[int, Any]) -> _jax.Jaxpr:
     eqns: list[_jax.Equation] = []
     for eqn in jaxpr.eqns:
         bodies = _jax.subjaxprs(eqn)
-        new = [_walk(body, log, done) for body in bodies]
+        with _jax.inside(eqn):
+            new = [_walk(body, log, done) for body in bodies]
         same = all(a is b for a, b in zip(new, bodies, strict=True))
         eqns.append(eqn if same else _jax.with_subjaxprs(eqn, new))
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
@@ -268,13 +269,13 @@ def _jit_of(
     eqns: list[_jax.Equation], operands: list[_jax.Var], results: list[_jax.Var]
 ) -> _jax.Equation:
     """Returns a jit equation whose body is the equations."""
-    names: dict[Any, Any] = {}
-    like = jax.make_jaxpr(lambda *x: x)(*(v.aval for v in operands))
-    names.update(zip(operands, like.invars, strict=True))
+    avals = [v.aval for v in operands]
+    like = _jax.traced_at(eqns[0], lambda *x: x, avals)
+    names: dict[Any, Any] = dict(zip(operands, like.invars, strict=True))
     copies = parts.copied(eqns, names)
     body = _jax.edited(like, copies, [names[v] for v in results])
 
     def repeated_layer(*args: Any) -> Any:
         return jaxpr_as_fun(body)(*args)
 
-    return jax.make_jaxpr(jax.jit(repeated_layer))(*(v.aval for v in operands)).eqns[0]
+    return _jax.traced_at(eqns[0], jax.jit(repeated_layer), avals).eqns[0]
