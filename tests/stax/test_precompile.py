@@ -27,11 +27,11 @@ from tpjax.stax.explanation import StrictError
 _counters: list[list[str]] = []
 
 
-def _listener(name: str, seconds: float, **rest: Any) -> None:
-    del seconds, rest
-    if name.endswith("backend_compile_duration"):
+def _listener(event: str, duration_secs: float, **kwargs: Any) -> None:
+    del duration_secs, kwargs
+    if event.endswith("backend_compile_duration"):
         for counter in _counters:
-            counter.append(name)
+            counter.append(event)
 
 
 jax.monitoring.register_event_duration_secs_listener(_listener)
@@ -183,7 +183,7 @@ def test_a_kernel_that_does_not_compile_is_left_out(kernel, keyed, monkeypatch):
     monkeypatch.setattr(entry, "RMS_NORM", (Implementation("pallas", kernel), entry.RMS_NORM[-1]))
     failures._noted.clear()
     jax.clear_caches()
-    options = {"verify": True} if keyed else {}
+    options: Any = {"verify": True} if keyed else {}
     args = inputs("f32[4,16]", 0), inputs("f32[16]", 1)
     compiled = tpjax.compile(norm, **options)
     with pytest.warns(UserWarning, match="runs as written") as caught:
@@ -235,4 +235,4 @@ def test_inside_a_transformation():
 
 def test_it_says_what_the_argument_is():
     with pytest.raises(TypeError, match=re.escape("Write f.precompile((x, y), (x, z))")):
-        tpjax.compile(plain).precompile({1: 2})
+        tpjax.compile(plain).precompile({1: 2})  # pyright: ignore[reportArgumentType]
