@@ -149,6 +149,18 @@ def test_a_loop_inside_a_loop_hands_its_constants_outwards() -> None:
     assert primitives(result).count("dot_general") == 1  # W @ W, before both
 
 
+def test_what_nothing_reads_does_not_stay_behind_without_its_operands() -> None:
+    def step(c: jax.Array, row: jax.Array) -> Any:
+        jnp.sin(jnp.tanh(W[0]))  # dead, and what it reads is taken out
+        return c * jnp.tanh(W[0]) + row, None
+
+    result, fired, _ = rules_fired(
+        lambda x, rows: lax.scan(step, x, rows), X, ROWS, passes=(hoist_invariants,)
+    )
+    assert fired["loop_invariant"] == 1
+    assert _bodies(result) == ["mul", "add"]
+
+
 def test_the_passes_have_nothing_to_do_the_second_time() -> None:
     for _, fn, _ in (*OUT, *STAYS):
         once, _ = optimize(jax.make_jaxpr(fn)(X, ROWS, W))

@@ -150,3 +150,9 @@ def test_helpers_that_print_or_donate_stay_calls() -> None:
     for helper in (prints, donates):
         result, fired, _ = rules_fired(lambda x, f=helper: (jnp.sin(x), f(x)), X)
         assert primitives(result).count("jit") == 1, fired
+
+
+def test_a_helper_without_results_is_no_obstacle() -> None:
+    nothing = jax.jit(lambda x: ())
+    _, fired, _ = rules_fired(lambda x: (nothing(x), jnp.sin(x), jnp.sin(x)), X)
+    assert fired["common_subexpression"] == 1

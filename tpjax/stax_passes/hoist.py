@@ -150,6 +150,8 @@ class _Invariants:
         self.effort: dict[_jax.Var, str] = {}
         """By invariant value: "heavy" or "slow" where such work is in it."""
         self.made: dict[_jax.Var, int] = {}
+        self.same: set[int] = set()
+        """Equations that are the same at every step."""
         self.read: set[_jax.Var] = {v for v in body.outvars if isinstance(v, _jax.Var)}
         """Values that what stays in the body reads."""
         for i, eqn in enumerate(body.eqns):
@@ -164,6 +166,7 @@ class _Invariants:
         return all(isinstance(v, _jax.Literal) or v in self.leaves for v in eqn.invars)
 
     def _note(self, i: int, eqn: _jax.Equation) -> None:
+        self.same.add(i)
         operands = [v for v in eqn.invars if isinstance(v, _jax.Var)]
         leaves = frozenset[_jax.Var]().union(*(self.leaves[v] for v in operands))
         name = eqn.primitive.name
@@ -179,7 +182,7 @@ class _Invariants:
     def worth_keeping(self) -> list[_jax.Var]:
         """Returns the values to hand to the loop; what else it needs of them it computes itself."""
         exported: dict[_jax.Var, None] = {}
-        for i in sorted(set(self.made.values()), reverse=True):
+        for i in sorted(self.same, reverse=True):
             eqn = self.body.eqns[i]
             wanted = [var for var in eqn.outvars if var in self.read]
             if not wanted:
@@ -198,6 +201,16 @@ class _Invariants:
             return True
         effort = self.effort[var]
         return effort == "heavy" or (effort == "slow" and size <= MAX_HELD)
+
+    def remaining(self, exported: set[_jax.Var]) -> list[_jax.Equation]:
+        """Returns the body's equations without those that the loop is handed, or nothing reads."""
+
+        def stays(i: int, eqn: _jax.Equation) -> bool:
+            if i not in self.same:
+                return True
+            return any(v in self.read and v not in exported for v in eqn.outvars)
+
+        return [eqn for i, eqn in enumerate(self.body.eqns) if stays(i, eqn)]
 
     def makers(self, values: list[_jax.Var]) -> list[int]:
         """Returns the equations, in order, that the values need."""

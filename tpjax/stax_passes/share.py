@@ -95,8 +95,9 @@ def hiding(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
 
 
 def _may_open(eqn: _jax.Equation) -> bool:
-    helper = _jax.is_small_helper(eqn, MAX_OPENED) and type(eqn.outvars[0]) is _jax.Var
-    return helper and not _jax.subjaxprs(eqn)[0].consts
+    if not eqn.outvars or type(eqn.outvars[0]) is not _jax.Var:
+        return False
+    return _jax.is_small_helper(eqn, MAX_OPENED) and not _jax.subjaxprs(eqn)[0].consts
 
 
 Path = tuple[_jax.Var, ...]
