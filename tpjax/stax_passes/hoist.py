@@ -118,10 +118,7 @@ class _Loop:
         moved = same.makers(exported)
         copies = parts.copied([self.eqns[i] for i in moved], self.outside)
         self.more.extend(exported)
-        needless = set(same.made.values())  # moved, or read by what is moved or dead alone
-        gone = {i for i in needless if not any(v in same.read for v in self.eqns[i].outvars)}
-        gone |= {i for i in moved if any(v in exported for v in self.eqns[i].outvars)}
-        self.eqns = [eqn for i, eqn in enumerate(self.eqns) if i not in gone]
+        self.eqns = same.remaining(set(exported))
         return copies
 
     def equation(self) -> _jax.Equation:
