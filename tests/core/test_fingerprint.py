@@ -200,6 +200,19 @@ def test_a_constant_without_a_value_is_told_by_its_place():
     assert len(set(jaxprs)) == 2
 
 
+def test_it_leaves_no_trace_in_a_program_around_it():
+    keys = jax.random.key(3)
+    found = []
+
+    def outer(y):
+        found.append(of(lambda x: x + jax.random.uniform(keys), X))
+        return y
+
+    assert jax.make_jaxpr(outer)(Y).eqns == []
+    outer(Y)
+    assert found[0] == found[1]
+
+
 def test_too_many_constants_have_none(monkeypatch):
     monkeypatch.setattr(module, "MAX_CONSTANT_BYTES", 100)
     with pytest.raises(UnstableError, match="more than 100 bytes of constants"):

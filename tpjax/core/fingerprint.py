@@ -193,7 +193,8 @@ class _Writer:
         if _jax.is_tracer(value) or not hasattr(aval, "dtype"):
             return f"{text} unknown {self.number_of(value)}"
         if _jax.is_key(aval):
-            value = jax.random.key_data(value)
+            with jax.ensure_compile_time_eval():  # the fingerprint is no part of what is traced
+                value = jax.random.key_data(value)
         self._bytes_left -= value.size * value.dtype.itemsize if hasattr(value, "size") else 16
         if self._bytes_left < 0:
             raise UnstableError(f"it holds more than {MAX_CONSTANT_BYTES} bytes of constants")
