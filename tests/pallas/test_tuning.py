@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel configs: measured by a clock that is told the times, kept, and taken by the kernels."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.harness import run_python
+from tpjax.core import store as stores
+from tpjax.core.store import Store
+from tpjax.pallas import OPS, bench, tuning
+from tpjax.pallas.attention.config import CONFIGS_128
+from tpjax.pallas.dispatch import use
+from tpjax.pallas.norms import config as norms
+from tpjax.pallas.tuning import KIND, Request, config_for, tune
+
+KINDS = ["NVIDIA H200"]
+TIMES = [5.0, 3.0, 4.0]
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch) -> Iterator[Store]:
+    """Makes a store the process's, on a machine that says it is an H200."""
+    monkeypatch.setattr(tuning, "_device_kind", lambda: KINDS[-1])
+    made = Store(tmp_path)
+    stores.activate(made)
+    yield made
+    stores.activate(None)
+
+
+def tuned(request: Request, times: list[float | None], store: Store) -> Any:
+    """Tunes with a clock that tells these times."""
+    rest = iter(times)
+    return tune(request, lambda: next(rest), store)
+
+
+REQUEST = Request("rms_norm", (6, 256, "float32"), norms.CONFIGS)
+
+
+def ask(**changes: Any) -> Any:
+    """Returns the config that a kernel gets."""
+    request = REQUEST._replace(**changes)
+    return config_for(*request, norms.CONFIGS[0])
+
+
+def test_the_fastest_is_kept_and_taken(store):
+    assert ask() is norms.CONFIGS[0]
+    found = tuned(REQUEST, list(TIMES), store)
+    assert [m.ms for m in found] == [3.0, 4.0, 5.0]
+    assert ask() is norms.CONFIGS[1]
+    assert ask(shapes=(7, 256, "float32")) is norms.CONFIGS[0]
+    assert ask(op="layer_norm") is norms.CONFIGS[0]
+    stores.activate(None)
+    assert ask() is norms.CONFIGS[0]
+
+
+def test_another_device_jax_or_kernel_was_not_measured(store, monkeypatch):
+    tuned(REQUEST, list(TIMES), store)
+    for where, name, value in (
+        (tuning, "_device_kind", lambda: "NVIDIA B200"),
+        (tuning, "_device_kind", lambda: None),
+        (jax, "__version__", "0.99"),
+        (stores, "code_of", lambda *rooms: "other"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            assert ask() is norms.CONFIGS[0]
+    assert ask() is norms.CONFIGS[1]
+
+
+def test_a_config_that_does_not_run_is_not_chosen(store):
+    tuned(REQUEST, [None, 3.0, None], store)
+    assert ask() is norms.CONFIGS[1]
+    tuned(REQUEST._replace(op="none"), [None, None, None], store)
+    assert ask(op="none") is norms.CONFIGS[0]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [b"{", b"[]", b'{"config": 3}', b'{"config": {"tile_elements": 1}}', b"\xff"],
+)
+def test_nothing_but_a_known_config_is_taken(kept, store):
+    tuned(REQUEST, list(TIMES), store)
+    (path,) = (store.folder / KIND).iterdir()
+    store.put(KIND, path.name.split(".")[0], kept)
+    assert ask() is norms.CONFIGS[0]
+
+
+def test_the_kernels_ask(store):
+    """Tuning times every config of every kernel that a sample reaches; kernels take the fastest."""
+    times = iter(TIMES * 100)
+
+    def timer(fn: Any, *args: Any) -> float:
+        jax.eval_shape(fn, *args)
+        return next(times)
+
+    counts = []
+    with use(platform="cuda"):
+        for op in OPS:
+            quick = [s for s in op.samples if not s.slow]
+            fits = quick[-2 if op.name == "flash_attention" else 0]
+            one = replace(op, samples=(replace(fits, slow=True),))
+            counts.append(len(list(bench.tune_op(one, store, timer))))
+    assert counts == [len(norms.CONFIGS), len(norms.CONFIGS), len(CONFIGS_128)]
+    keys = [path.name.split(".")[0] for path in (store.folder / KIND).iterdir()]
+    entries = [json.loads(store.get(KIND, key) or b"") for key in keys]
+    assert {entry["op"] for entry in entries} == {op.name for op in OPS}
+    assert all(entry["ms"] == 3.0 and entry["device"] == KINDS[-1] for entry in entries)
+    with use(platform="cuda", implementation="pallas"), tuning.requests() as requests:
+        jax.make_jaxpr(OPS[0].fn)(jnp.ones((6, 256)), jnp.ones(256))
+    (request,) = requests
+    assert config_for(*request, None) is norms.CONFIGS[1]
+
+
+def test_the_command_line_says_what_it_needs(capsys):
+    with pytest.raises(SystemExit, match="followed by the folder"):
+        bench.main(["--tune"])
+    with pytest.raises(SystemExit, match="unknown operator 'rms'"):
+        bench.main(["--tune", "x", "rms"])
+
+
+def test_the_interpreter_gets_the_smallest_whatever_was_measured():
+    out = run_python(
+        "from tpjax.pallas import tuning\n"
+        "from tpjax.pallas.dispatch import use\n"
+        "with use(interpret=True): print(tuning._device_kind())\n"
+        "with use(platform='cuda'): print(tuning._device_kind())\n"
+        "print(tuning._device_kind())\n"
+    )
+    assert out.split() == ["None", "None", "cpu"]
