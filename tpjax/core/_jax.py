@@ -197,9 +197,10 @@ def operator_of(eqn: Equation) -> str | None:
 def subjaxprs(eqn: Equation) -> list[Jaxpr]:
     """Returns the bodies of an equation that a rewrite may enter, in a fixed order."""
     found: list[Jaxpr] = []
-    if operator_of(eqn) is not None:
+    names = SUBJAXPRS.get(eqn.primitive.name, ())
+    if not names or operator_of(eqn) is not None:
         return found
-    for name in SUBJAXPRS.get(eqn.primitive.name, ()):
+    for name in names:
         value = eqn.params[name]
         found.extend(value if isinstance(value, tuple | list) else (value,))
     return found
@@ -257,13 +258,17 @@ def retrace(fn: Any, like: Jaxpr) -> Jaxpr:
 
 def count_equations(jaxpr: Jaxpr) -> int:
     """Returns the number of equations, those of bodies that a rewrite may enter included."""
-    count, stack = 0, [jaxpr]
-    while stack:
-        body = stack.pop()
-        count += len(body.eqns)
-        for eqn in body.eqns:
-            stack.extend(subjaxprs(eqn))
-    return count
+    counts: dict[int, int] = {}
+    stack: list[tuple[Jaxpr, list[Jaxpr] | None]] = [(jaxpr, None)]
+    while stack:  # each body twice: before those in it, and after
+        body, inner = stack.pop()
+        if inner is not None:
+            counts[id(body)] = len(body.eqns) + sum(counts[id(one)] for one in inner)
+        elif id(body) not in counts:
+            inner = [one for eqn in body.eqns for one in subjaxprs(eqn)]
+            stack.append((body, inner))
+            stack.extend((one, None) for one in inner)
+    return counts[id(jaxpr)]
 
 
 def literal(value: np.ndarray, aval: Any) -> Literal:
