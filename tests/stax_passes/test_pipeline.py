@@ -16,12 +16,22 @@ from tests.harness import inputs
 from tests.stax_passes.programs import as_function, assert_same_bits, evaluate, primitives
 from tpjax.core import _jax
 from tpjax.stax_passes.canonical import canonicalise
+from tpjax.stax_passes.contraction import simplify_products
 from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
 from tpjax.stax_passes.movement import simplify_moves
-from tpjax.stax_passes.pipeline import CLEAN_UP, EXACT_PASSES, MAX_ROUNDS, PASSES, optimize
+from tpjax.stax_passes.narrowing import narrow_moves
+from tpjax.stax_passes.pipeline import (
+    CLEAN_UP,
+    EXACT_PASSES,
+    FINISH,
+    MAX_ROUNDS,
+    PASSES,
+    optimize,
+)
 from tpjax.stax_passes.report import Hit, Report
 from tpjax.stax_passes.share import share_subexpressions
+from tpjax.stax_passes.spreading import sink_broadcasts
 
 X = inputs("f32[3]", 0)
 
@@ -51,6 +61,8 @@ def test_passes_and_their_order() -> None:
     names = [getattr(entry, "__name__", "clean up") for entry in PASSES]
     exact = [getattr(entry, "__name__", "clean up") for entry in EXACT_PASSES]
     assert exact == [name for name in names if not name.startswith("fuse_")]
+    assert (*CLEAN_UP, narrow_moves, sink_broadcasts, simplify_products) == FINISH == PASSES[-2]
+    assert EXACT_PASSES[-2] == FINISH[:-1]
     assert names == [
         *("share_bodies", "clean up", "fuse_attention", "fuse_norm"),
         *("hoist_invariants", "clean up", "share_layers"),

@@ -148,6 +148,21 @@ def _tokens(queries: int, keys: int, width: int = 64, bias: bool = False) -> Dra
     return draw
 
 
+def _arrays(*shapes: tuple[int, ...]) -> Draw:
+    def draw(rng: np.random.Generator, magnitude: float) -> tuple[np.ndarray, ...]:
+        return tuple(magnitude * rng.standard_normal(shape) for shape in shapes)
+
+    return draw
+
+
+def _there_and_back(x: Any, y: Any) -> Any:
+    return (x.transpose(1, 0, 2) @ y).transpose(1, 0, 2)
+
+
+def _repeated_keys(query: Any, key: Any) -> Any:
+    return jnp.einsum("bthd,bshd->bhts", query, jnp.repeat(key, 4, 2))
+
+
 CASES: tuple[Case, ...] = (
     Case("norm", "rms_norm of 64", _rms, _rows(64, 1), (1e-3, 1.0, 1e3)),
     Case("norm", "rms_norm of 4096", _rms, _rows(4096, 1), (1.0, 1e3)),
@@ -169,6 +184,12 @@ CASES: tuple[Case, ...] = (
          (1.0,)),
     Case("attention", "causal, 128 tokens", _attend_causal, _tokens(128, 128), (1.0,),
          ("bfloat16",), interpreted=True),
+    Case("absorb_transpose", "transposes of 257 x 64 and 48 x 257", lambda x, y: x.T @ y.T,
+         _arrays((257, 64), (48, 257)), (1.0, 1e3)),
+    Case("undo_transpose", "3 x 5 x 64, transposed and back", _there_and_back,
+         _arrays((3, 5, 64), (64, 32)), (1.0, 1e3)),
+    Case("group_product", "8 heads of queries, 2 of keys", _repeated_keys,
+         _arrays((2, 33, 8, 64), (2, 65, 2, 64)), (1.0, 1e3)),
 )  # fmt: skip
 """Every close rule has some; a test counts."""
 

@@ -14,14 +14,17 @@ from tpjax.core import _jax, soundness
 from tpjax.core.errors import UnsupportedError, message
 from tpjax.stax_passes.attention import fuse_attention
 from tpjax.stax_passes.canonical import canonicalise
+from tpjax.stax_passes.contraction import simplify_products
 from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
 from tpjax.stax_passes.hoist import hoist_invariants
 from tpjax.stax_passes.layers import share_bodies, share_layers
 from tpjax.stax_passes.movement import simplify_moves
+from tpjax.stax_passes.narrowing import narrow_moves
 from tpjax.stax_passes.norms import fuse_norm
 from tpjax.stax_passes.report import Report
 from tpjax.stax_passes.share import share_subexpressions
+from tpjax.stax_passes.spreading import sink_broadcasts
 from tpjax.stax_passes.sweep import Pass
 
 MAX_ROUNDS = 16
@@ -36,18 +39,30 @@ CLEAN_UP: tuple[Pass, ...] = (
 )
 """The exact passes, a group: repeated until none of them finds anything."""
 
+FINISH: tuple[Pass, ...] = (*CLEAN_UP, narrow_moves, sink_broadcasts, simplify_products)
+"""The same with passes that may take a pattern apart, so that they run when all are found."""
+
 PASSES: tuple[Pass | tuple[Pass, ...], ...] = (
     share_bodies,
     CLEAN_UP,
     fuse_attention,
     fuse_norm,
     hoist_invariants,
-    CLEAN_UP,
+    FINISH,
     share_layers,
 )
 """The passes in running order; a tuple among them is a group, repeated until it settles."""
 
-EXACT_PASSES = tuple(entry for entry in PASSES if not hasattr(entry, "rows"))
+
+def _keeps_bits(run: Pass) -> bool:
+    return not hasattr(run, "rows") and getattr(run, "tier", "exact") == "exact"
+
+
+EXACT_PASSES: tuple[Pass | tuple[Pass, ...], ...] = tuple(
+    tuple(filter(_keeps_bits, entry)) if isinstance(entry, tuple) else entry
+    for entry in PASSES
+    if isinstance(entry, tuple) or _keeps_bits(entry)
+)
 """Those of them that keep every bit."""
 
 

@@ -38,6 +38,9 @@ class ExactRule:
     contract: str = SAME
     """What may differ from evaluating the original equations one by one, and when."""
     tier: Tier = "exact"
+    """A pass with a row that is "close" does not run where every bit is asked for."""
+    ulps: tuple[Any, ...] = ()
+    """For a close row, the bounds of its error, as `tpjax.stax_passes.engine.Bound`."""
 
 
 @dataclass
@@ -166,6 +169,8 @@ def sweeping_pass(
     run.__name__ = run.__qualname__ = name
     run.__doc__, run.__module__ = summary, start.__module__
     run.exact_rules = rules  # pyright: ignore[reportFunctionMemberAccess]
+    exact = all(rule.tier == "exact" for rule in rules)
+    run.tier = "exact" if exact else "close"  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 

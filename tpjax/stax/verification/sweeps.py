@@ -25,7 +25,7 @@ def check_sweep(run: Any, before: _jax.Jaxpr, after: _jax.Jaxpr, values: list[An
     A pass may say by an attribute `tier = "close"` that it does not keep every bit.
     """
     is_close = getattr(run, "tier", "exact") == "close"
-    sweep = _Sweep(run, TOLERANCES["float32"] if is_close else None)
+    sweep = _Sweep(run, _widest_tolerance(before) if is_close else None)
     if all(a is b for a, b in zip(after.invars, before.invars, strict=True)):
         results = [(i, i) for i in range(len(before.outvars))]
         sweep.level(before, after, values, values, "", results)
@@ -36,6 +36,17 @@ def check_sweep(run: Any, before: _jax.Jaxpr, after: _jax.Jaxpr, values: list[An
             if isinstance(target, _jax.Var):
                 fault = blame(run, sweep.tol, "", before, after, values, target, found)
                 raise FoundError(fault)
+
+
+def _widest_tolerance(jaxpr: _jax.Jaxpr) -> float:
+    """Returns what the narrowest float dtype among the program's values allows."""
+    found, stack = [TOLERANCES["float32"]], [jaxpr]
+    while stack:
+        for eqn in stack.pop().eqns:
+            stack.extend(_jax.subjaxprs(eqn))
+            dtypes = (str(getattr(v.aval, "dtype", None)) for v in eqn.outvars)
+            found += [TOLERANCES[d] for d in dtypes if d in TOLERANCES]
+    return max(found)
 
 
 class _Sweep:
