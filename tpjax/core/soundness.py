@@ -22,7 +22,7 @@ _stub.def_abstract_eval(lambda *, types: list(types))
 
 
 def check(jaxpr: _jax.Jaxpr) -> None:
-    """Raises `jax.extend.core.JaxprTypeError` when the jaxpr, or a body in it, is not well typed."""
+    """Raises `jax.extend.core.JaxprTypeError` if the jaxpr, or a body in it, is not well typed."""
     _check(jaxpr, {})
 
 
