@@ -127,6 +127,46 @@ def test_R01_one_form_for_both_orders() -> None:
     assert not any(report.hits for report in reports)
 
 
+def test_R02_two_negations_leave_one_product_of_the_input() -> None:
+    result, _, _ = rules_fired(lambda x: -(-x) * 3, X)  # noqa: B002
+    (eqn,) = result.eqns
+    assert eqn.primitive.name == "mul"
+    assert eqn.invars[0] is result.invars[0]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: (x - 0.0) * 3, lambda x: (x * 1.0) * 3, lambda x: (x / 1.0) * 3, lambda x: x**1 * 3],
+    ids=["- 0.0", "* 1.0", "/ 1.0", "** 1"],
+)
+def test_R03_identities_leave_one_product_of_the_input(fn) -> None:
+    for x in (X, N, H):
+        result, _, _ = rules_fired(fn, x)
+        if jax.eval_shape(fn, x).dtype == x.dtype:
+            assert [e.invars[0] is result.invars[0] for e in result.eqns] == [True]
+            assert primitives(result) == ["mul"]
+
+
+def test_R06_identities_that_change_type_or_shape_stay() -> None:
+    plus = jnp.asarray(0.0, jnp.float32)
+    for fn, x in ((lambda n: n + plus, N), (lambda x: x * jnp.ones((2, 6)), X)):
+        result, fired, _ = rules_fired(fn, x)
+        assert result.out_avals == jax.make_jaxpr(fn)(x).out_avals
+        assert not fired.keys() & {"add_zero", "multiply_one"}
+
+
+def test_R18_transposes_compose_and_cancel_and_reshapes_merge() -> None:
+    for fn, left in (
+        (lambda m: m.T.T * 2, ["mul"]),
+        (lambda m: m[None].transpose(2, 0, 1).transpose(1, 2, 0), ["broadcast_in_dim"]),
+        (lambda m: m.reshape(1, 3, 2).transpose(2, 0, 1).transpose(2, 0, 1),
+         ["reshape", "transpose"]),
+        (lambda m: m.reshape(6).reshape(3, 2), ["reshape"]),
+        (lambda m: m.reshape(6).reshape(2, 3) * 2, ["mul"]),
+    ):  # fmt: skip
+        assert primitives(rules_fired(fn, M)[0]) == left
+
+
 def test_R04_R06_near_misses_are_reported() -> None:
     _, _, misses = rules_fired(lambda x: (x + 0.0, x * jnp.ones((2, 6))), X)
     assert any("-0.0" in miss for miss in misses)

@@ -50,6 +50,10 @@ class Spread(NamedTuple):
         return shape, tuple((e.primitive, tuple(sorted(e.params.items()))) for e in self.steps)
 
 
+def _may_be_spread(made: _jax.Equation | None) -> bool:
+    return made is not None and made.primitive in (lax.broadcast_in_dim_p, lax.reshape_p)
+
+
 def spread_of(level: Level, atom: Atom) -> Spread | None:
     """Returns how the operand is made of a smaller array, or None."""
     steps: list[_jax.Equation] = []
@@ -72,6 +76,8 @@ def spread_of(level: Level, atom: Atom) -> Spread | None:
 
 def sink_broadcast(level: Level, eqn: _jax.Equation) -> list[_jax.Equation] | None:
     """A function of arrays that are spread alike is computed on what is spread."""
+    if not any(_may_be_spread(level.maker(atom)) for atom in eqn.invars):
+        return None
     if eqn.params.get("sharding") is not None or not _jax.is_local(eqn.outvars[0].aval):
         return None
     first: Spread | None = None
