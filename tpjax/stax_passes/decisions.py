@@ -25,7 +25,7 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from tpjax.core import _jax
 from tpjax.core import store as stores
-from tpjax.core.fingerprint import UnstableError, fingerprint
+from tpjax.core.fingerprints import UnstableError, fingerprint
 from tpjax.pallas.dispatch import current_target, preference
 from tpjax.stax_passes.engine import rows_of
 from tpjax.stax_passes.foreign import described

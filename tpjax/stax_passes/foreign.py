@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpjax.core.fingerprint import UnstableError
+from tpjax.core.fingerprints import UnstableError
 from tpjax.core.store import key_of
 from tpjax.stax_passes.engine import rows_of
 from tpjax.stax_passes.rules import Row

@@ -15,8 +15,8 @@ import pytest
 from jax import lax
 
 from tests.harness import ROOT, inputs
-from tpjax.core import fingerprint as module
-from tpjax.core.fingerprint import UnstableError, fingerprint
+from tpjax.core import fingerprints as module
+from tpjax.core.fingerprints import UnstableError, fingerprint
 
 X, Y = inputs("f32[4,4]", 0), inputs("f32[4,4]", 1)
 
@@ -122,7 +122,7 @@ PROCESS = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tpjax.core.fingerprint import fingerprint
+from tpjax.core.fingerprints import fingerprint
 from tests.stax.functions import norm
 c, k = np.arange(12.0).reshape(3, 4), jax.random.key(3)
 
