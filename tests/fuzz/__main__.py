@@ -17,7 +17,7 @@ from multiprocessing import get_context
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "1")  # threads of XLA in each process
 
-from tests.fuzz.runner import CHUNK, run_chunk  # noqa: E402
+from tests.fuzz.runner import CHUNK, run_chunk
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -52,12 +52,12 @@ def main(argv: list[str]) -> int:
             if done % 10 == 0 or done == chunks:
                 seconds = time.perf_counter() - start
                 print(f"{counts['programs']} programs, {seconds:.0f} s", file=sys.stderr)
-    seconds = time.perf_counter() - start
+    seconds, each = time.perf_counter() - start, counts.pop("CPU ms") / max(counts["programs"], 1)
     print(
         f"{counts['programs']} programs, seeds {seeds[0]}..{seeds[-1]}, {seconds:.0f} s, ", end=""
     )
-    each = 1000 * seconds * args.processes / max(counts["programs"], 1)
-    print(f"{each:.0f} ms a program and process; {len(differences)} differences {differences}")
+    print(f"{args.processes} processes, {each:.0f} ms of a core each; ", end="")
+    print(f"{len(differences)} differences: seeds {differences}")
     for what, count in sorted(counts.items()):
         print(f"  {count:7} {what}")
     return bool(differences)

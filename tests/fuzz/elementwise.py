@@ -59,7 +59,7 @@ def _mul_by(pool: Pool) -> Any:
     x = pool.pick(_is_numeric)
     if x is None:
         return None
-    c = np.asarray(pool.numbers.of((1, 0, -1, 2)), x.dtype)
+    c = np.asarray(pool.numbers.of((1, 0, 2, -1))).astype(x.dtype)
     if pool.numbers.below(4) == 3:
         c = np.asarray(special(x.dtype, pool.numbers), x.dtype)
     value = pool.numbers.of((c, lax.full_like(x, c), lax.broadcast(c, np.shape(x))))

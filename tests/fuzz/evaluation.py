@@ -17,6 +17,7 @@ import numpy as np
 from tpjax.core import _jax
 
 LANES = 64
+MAX_TURNS = 10_000
 
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
@@ -64,6 +65,7 @@ class Evaluator:
         """What was called back, in order."""
         self._known: dict[Any, tuple[Any, list[Any]]] = {}
         self._literals: dict[int, tuple[Any, Any]] = {}
+        self._equal: dict[Any, Any] = {}
 
     def __call__(self, jaxpr: _jax.Jaxpr, *args: Any) -> list[Any]:
         """Returns the results of evaluating every equation on its own, bodies included."""
@@ -78,7 +80,9 @@ class Evaluator:
         if not isinstance(atom, _jax.Literal):
             return env[atom]
         if id(atom) not in self._literals:
-            self._literals[id(atom)] = atom, _host(np.asarray(atom.val, atom.aval.dtype))
+            value = _host(np.asarray(atom.val, atom.aval.dtype))
+            bits_of = (value.dtype, value.shape, value.tobytes())
+            self._literals[id(atom)] = atom, self._equal.setdefault(bits_of, value)
         return self._literals[id(atom)][1]
 
     def _constant(self, value: Any) -> Any:
@@ -102,11 +106,16 @@ class Evaluator:
             case "debug_callback" | "io_callback":
                 self.log.append((eqn.primitive.name, values))
                 return values[: len(eqn.outvars)]
-        key = (eqn.primitive, id(eqn.params), *map(id, values))
-        if key not in self._known:
+        key = (eqn.primitive, *eqn.params.values(), *map(id, values))
+        try:
+            known = self._known.get(key)
+        except TypeError:  # a parameter without a hash
+            key = (eqn.primitive, id(eqn.params), *map(id, values))
+            known = self._known.get(key)
+        if known is None:
             results = [without_subnormals(x) for x in self.leaf(eqn, values)]
-            self._known[key] = (eqn.params, values), results
-        return self._known[key][1]
+            known = self._known[key] = (eqn.params, values), results
+        return known[1]
 
     def leaf(self, eqn: _jax.Equation, values: list[Any]) -> list[Any]:
         """Returns the results of one equation without bodies."""
@@ -123,9 +132,11 @@ class Evaluator:
 
     def _while(self, eqn: _jax.Equation, values: list[Any]) -> list[Any]:
         cond, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        carry = values[cond + body :]
-        while self(eqn.params["cond_jaxpr"], *values[:cond], *carry)[0]:
+        carry, turns = values[cond + body :], 0
+        while np.any(self(eqn.params["cond_jaxpr"], *values[:cond], *carry)[0]):  # any, if batched
             carry = self(eqn.params["body_jaxpr"], *values[cond : cond + body], *carry)
+            turns += 1
+            assert turns <= MAX_TURNS, "the loop does not end"
         return carry
 
     def _scan(self, eqn: _jax.Equation, values: list[Any]) -> list[Any]:

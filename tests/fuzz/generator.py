@@ -63,9 +63,9 @@ def _with_nests(body: Any, plain: int) -> Any:
     return st.integers(0, plain).flatmap(lambda i: nest if i == plain else _plain)
 
 
-_innermost = st.lists(_plain, min_size=1, max_size=5)
-_inner = st.lists(_with_nests(_innermost, 4), min_size=1, max_size=5)
-programs: st.SearchStrategy[Program] = st.lists(_with_nests(_inner, 5), min_size=4, max_size=14)
+_innermost = st.lists(_plain, min_size=1, max_size=4)
+_inner = st.lists(_with_nests(_innermost, 4), min_size=1, max_size=4)
+programs: st.SearchStrategy[Program] = st.lists(_with_nests(_inner, 5), min_size=3, max_size=11)
 """Random programs, with control flow up to two deep."""
 
 

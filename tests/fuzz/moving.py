@@ -179,7 +179,8 @@ def _fancy(pool: Pool) -> Any:
         return None
     i = _index(pool)
     fns = (lambda: x[0], lambda: x[i], lambda: x[:, 0], lambda: x[..., -1:], lambda: x[:, ::-1],
-           lambda: x[:, jnp.array([1, 0])], lambda: x[jnp.arange(x.shape[0])], lambda: x[i, 0])  # fmt: skip
+           lambda: x[:, jnp.array([1, 0])],
+           lambda: x[jnp.arange(x.shape[0])], lambda: x[i, 0])  # fmt: skip
     return pool.numbers.of(fns)()
 
 

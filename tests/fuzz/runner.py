@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a chunk of random programs of one seed, in a process of its own."""
 
+import gc
+import time
 from collections import Counter
 from typing import Any
 
@@ -29,7 +31,8 @@ def run_chunk(
       x64: also with 64-bit numbers.
     """
     jax.config.update("jax_enable_x64", x64)
-    counts: Counter[str] = Counter()
+    gc.freeze()
+    counts, start = Counter[str](), time.process_time()
     smallest: list[str] = []
 
     @hypothesis.seed(seed)
@@ -57,8 +60,10 @@ def run_chunk(
             counts.update(found)
             counts[f"nested {depth(program)} deep"] += 1
 
+    difference = None
     try:
         fuzz()
     except Exception as error:
-        return counts, smallest[-1] if smallest else f"{type(error).__name__}: {error}"
-    return counts, None
+        difference = smallest[-1] if smallest else f"{type(error).__name__}: {error}"
+    counts["CPU ms"] += round(1000 * (time.process_time() - start))
+    return counts, difference

@@ -53,7 +53,7 @@ def _one(eqn: _jax.Equation, values: list[Any]) -> list[Any]:
 def _while(eqn: _jax.Equation, bodies: list[_jax.Jaxpr], values: list[Any]) -> list[Any]:
     cond, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = values[cond + body :]
-    while evaluate(bodies[0], *values[:cond], *carry)[0]:
+    while np.any(evaluate(bodies[0], *values[:cond], *carry)[0]):  # any, where it is batched
         carry = evaluate(bodies[1], *values[cond : cond + body], *carry)
     return carry
 
