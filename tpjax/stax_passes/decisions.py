@@ -25,7 +25,7 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from tpjax.core import _jax
 from tpjax.core import store as stores
-from tpjax.core.fingerprints import UnstableError, fingerprint
+from tpjax.core.fingerprints import fingerprint
 from tpjax.pallas.dispatch import current_target, preference
 from tpjax.stax_passes.engine import rows_of
 from tpjax.stax_passes.foreign import described
@@ -84,8 +84,8 @@ def optimize_warm(
     try:
         start = fingerprint(jaxpr)
         key = stores.key_of((start, *ingredients(passes, options).values()))
-    except UnstableError as reason:
-        _log.debug("the store is not used: %s", reason)
+    except Exception as reason:  # `UnstableError`, or a kind of program that nobody has met yet
+        _log.debug("the store is not used: %r", reason)
         return optimize(jaxpr, passes)
     kept = store.get(KIND, key)
     if kept is not None:
@@ -159,8 +159,8 @@ def _recorded(
     if not failed:
         try:
             end = start if result is jaxpr else fingerprint(result)
-        except UnstableError as reason:
-            _log.debug("the decisions are not kept: %s", reason)
+        except Exception as reason:
+            _log.debug("the decisions are not kept: %r", reason)
         else:
             store.put(KIND, key, _dumps(steps, end))
     return result, reports
@@ -197,8 +197,8 @@ def _replayed(
     result, reports = run_passes(jaxpr, passes, step)
     try:
         same = end == (start if result is jaxpr else fingerprint(result))
-    except UnstableError as reason:
-        raise MisfitError(str(reason)) from reason
+    except Exception as reason:
+        raise MisfitError(f"the result has no fingerprint: {reason!r}") from reason
     if not same or next(steps, None) is not None:
         raise MisfitError("another program comes out")
     return result, reports
