@@ -4,7 +4,7 @@
 
     python -m tests.public.worth                      # jaxprs alone: a minute
     python -m tests.public.worth --xla                # XLA's memory, FLOPs and compile time too
-    python -m tests.public.worth --programs=Llama     # those whose names hold the word
+    python -m tests.public.worth --programs=LSTM,GPT  # those whose names hold one of the words
 
 Of each program (a loss) are counted: equations, each body once; kernels, which are hits of passes
 that rewrite to operators; bytes of residuals, which are what `jax.vjp` keeps for the backward pass
@@ -206,10 +206,11 @@ def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--xla", action="store_true", help="compile for the CPU too")
-    parser.add_argument("--programs", default="", help="a word that names hold")
+    parser.add_argument("--programs", default="", help="words, with commas, that names hold")
     parser.add_argument("--json", metavar="FILE", help="where to write every number")
     options = parser.parse_args()
-    names = [name for name in (*PROGRAMS, *DEEP, *LARGE) if options.programs in name]
+    words = options.programs.split(",")
+    names = [n for n in (*PROGRAMS, *DEEP, *LARGE) if any(word in n for word in words)]
     found = []
     for line in lines(names, options.xla):
         found.append(line)

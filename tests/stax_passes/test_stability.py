@@ -114,11 +114,12 @@ def test_R19_integers_mean_what_they_mean_unrewritten(dtype: str) -> None:
     divisor = jnp.asarray([3, -2 if info.min < 0 else 2, 5, 1], dtype)
 
     def fn(n: jax.Array, divisor: jax.Array) -> list[jax.Array]:
-        one, by = jnp.asarray(1, n.dtype), jnp.stack([divisor, divisor])
+        one, top = jnp.asarray(1, n.dtype), jnp.asarray(info.max, n.dtype)
+        by = jnp.stack([divisor, divisor])
         return [
             (n > 0).sum(1), (n > 0).sum(1, dtype=n.dtype), n // divisor, n % divisor,
             lax.div(n, by), lax.rem(n, by), jnp.clip(n, 0, 3), lax.clamp(one, n, one),
-            n >> 1, n << 3, lax.shift_right_logical(n, one), n + jnp.asarray(info.max, n.dtype), n * n, -n, abs(n),
+            n >> 1, n << 3, lax.shift_right_logical(n, one), n + top, n * n, -n, abs(n),
             n.sum(), n.prod(), n * 1 + 0, ~~n, jnp.sign(n), n.astype("int8").astype("int32"),
             n.astype("float32").astype(n.dtype), lax.population_count(n), jnp.divmod(n, divisor)[0],
         ]  # fmt: skip
