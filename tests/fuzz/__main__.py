@@ -37,12 +37,12 @@ def main(argv: list[str]) -> int:
     chunks = -(-args.programs // CHUNK)
     seeds = range(args.seed, args.seed + chunks)
     start, counts, differences = time.perf_counter(), Counter[str](), []
-    options = (args.jit_every, not args.no_shrink, args.x64)
+    options = {"jit_every": args.jit_every, "shrink": not args.no_shrink, "x64": args.x64}
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
         jobs = {}
         for i, seed in enumerate(seeds):
             size = min(CHUNK, args.programs - i * CHUNK)
-            jobs[pool.submit(run_chunk, seed, size, *options)] = seed
+            jobs[pool.submit(run_chunk, seed, size, **options)] = seed
         for done, job in enumerate(as_completed(jobs), 1):
             found, difference = job.result()
             counts.update(found)

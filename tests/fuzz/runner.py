@@ -19,7 +19,7 @@ CHUNK = 50
 
 
 def run_chunk(
-    seed: int, programs: int, jit_every: int, shrink: bool, x64: bool
+    seed: int, programs: int, *, jit_every: int, shrink: bool = True, x64: bool = False
 ) -> tuple[Counter[str], str | None]:
     """Checks that many programs of the seed; returns what was compared, and a difference, shrunk.
 
@@ -30,7 +30,8 @@ def run_chunk(
       shrink: look for the smallest program with the difference.
       x64: also with 64-bit numbers.
     """
-    jax.config.update("jax_enable_x64", x64)
+    if x64:
+        jax.config.update("jax_enable_x64", True)
     gc.freeze()
     counts, start = Counter[str](), time.process_time()
     smallest: list[str] = []

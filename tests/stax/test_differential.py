@@ -6,17 +6,15 @@ import warnings
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tpjax
 from tests.fuzz.evaluation import Evaluator, bits
 from tests.fuzz.oracle import Gradient, same_program
-from tests.harness import assert_close, inputs
+from tests.harness import assert_close
 from tests.stax import differential
 from tests.stax.differential import LEFT_OUT, calls_of, functions
-from tpjax.core import _jax
 
 FUNCTIONS = functions()
 CLOSE = {"nn.standardize": 1e-6, "nn.dot_product_attention": 1e-6}

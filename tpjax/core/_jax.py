@@ -340,9 +340,14 @@ def array_type(atom: Any) -> Any:
     return atom.aval
 
 
+def has_size(aval: Any) -> bool:
+    """Returns whether the sizes of an array are numbers, not symbols as jax.export traces them."""
+    return all(isinstance(size, int) for size in aval.shape)
+
+
 def is_local(aval: Any) -> bool:
-    """Returns whether an array of this type is on no mesh and in the default memory."""
-    return is_array(aval) and aval is _core.ShapedArray(
+    """Returns whether an array of this type is on no mesh, in the default memory, of known size."""
+    return is_array(aval) and has_size(aval) and aval is _core.ShapedArray(
         aval.shape, aval.dtype, weak_type=aval.weak_type
     )
 

@@ -193,6 +193,8 @@ class _Invariants:
     def _is_worth(self, var: _jax.Var) -> bool:
         if any(_digits(leaf.aval) > _digits(var.aval) for leaf in self.leaves[var]):
             return False
+        if not all(_jax.has_size(v.aval) for v in (var, *self.leaves[var])):
+            return False
         size = nbytes(var.aval)
         if size <= sum(nbytes(leaf.aval) for leaf in self.leaves[var]):
             return True
