@@ -16,10 +16,11 @@ code computes the last elements of an odd length in another way than the first.
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 
 from tpjax.core import _jax
-from tpjax.stax_passes.canonical import number
+from tpjax.stax_passes.canonical import keeps_values, number
 from tpjax.stax_passes.sweep import Atom, ExactRule, Level
 from tpjax.stax_passes.table import Table, table_pass
 
@@ -80,6 +81,8 @@ def sink_broadcast(level: Level, eqn: _jax.Equation) -> list[_jax.Equation] | No
         return None
     if eqn.params.get("sharding") is not None or not _jax.is_local(eqn.outvars[0].aval):
         return None
+    if _loses_digits(eqn):
+        return None
     first: Spread | None = None
     operands: list[Any] = []
     for atom in eqn.invars:
@@ -99,6 +102,15 @@ def sink_broadcast(level: Level, eqn: _jax.Equation) -> list[_jax.Equation] | No
         first = first or spread
         operands.append(spread.source)
     return None if first is None else _computed_first(eqn, operands, first)
+
+
+def _loses_digits(eqn: _jax.Equation) -> bool:
+    """Whether it is a cast to a narrower float: the gradient's sum would be taken in that."""
+    if eqn.primitive is not lax.convert_element_type_p:
+        return False
+    source, target = (_jax.array_type(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))
+    floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (source, target))
+    return floats and not keeps_values(source, target)
 
 
 def _computed_first(eqn: _jax.Equation, operands: list[Any], spread: Spread) -> list[_jax.Equation]:
