@@ -34,6 +34,13 @@ MERGES: list[tuple[str, Any, tuple[Any, ...], int]] = [
     ("one key, split", _twice(lambda k: jax.random.split(k)), (KEY,), 1),
     ("a whole scan", _twice(lambda x: lax.cumsum(x, 0)), (X,), 1),
     ("a call", _twice(jax.nn.silu), (X,), 1),
+    ("casts up", _twice(lambda x: x.astype("float32")), (X.astype("bfloat16"),), 1),
+    (
+        "casts of what has no gradient",
+        _twice(lambda n: jnp.cos(n * 1.5).astype("bfloat16")),
+        (N,),
+        4,
+    ),
     ("through a merge", lambda x, y: (jnp.sin(x * y) - 1, jnp.sin(y * x) - 1), (X, Y), 3),
 ]
 
@@ -49,6 +56,7 @@ APART: list[tuple[str, Any, tuple[Any, ...]]] = [
                                              lax.complex(y, x) * lax.complex(x, y)), (X, Y)),
     ("barriers", _twice(lambda x: lax.optimization_barrier(x)), (X,)),
     ("weak and strong", lambda x: (x * 2.0, x * np.float32(2)), (2.0,)),
+    ("gradients that would be summed in bf16", _twice(lambda x: x.astype("bfloat16")), (X,)),
     ("other dtypes", lambda x: (x.astype("bfloat16"), x.astype("float16")), (X,)),
 ]  # fmt: skip
 

@@ -7,6 +7,9 @@ of commutative primitives in any order. Draws of random numbers with one key mer
 equal. Equations with effects, and what stands apart on purpose (barriers, collectives), never
 merge.
 
+Casts to a narrower float of a value that may have a gradient do not merge either: the gradient, a
+sum over all that read them, would be summed in the narrower dtype. XLA merges them, after autodiff.
+
 A small jitted helper hides what it computes. One that computes what stands beside it, or inside
 another helper, is opened, so that the two merge; the others stay calls.
 """
@@ -16,8 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from tpjax.core import _jax, parts
+from tpjax.stax_passes.canonical import keeps_values
 from tpjax.stax_passes.hashing import literal_key, signature
 from tpjax.stax_passes.sweep import Atom, Edited, ExactRule, Level, sweeping_pass
 
@@ -51,6 +56,7 @@ class _Merger:
     def __init__(self, level: Level) -> None:
         self.seen: dict[Hashable, _jax.Equation] = {}
         self.hiding = hiding(level.jaxpr)
+        self.fixed = without_gradient(level.jaxpr)
 
     def __call__(self, level: Level, eqn: _jax.Equation) -> Edited:
         if not (self.hiding and eqn.outvars and eqn.outvars[0] in self.hiding):
@@ -61,7 +67,7 @@ class _Merger:
         return self._opened(level, eqn)
 
     def _merged(self, level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
-        key = _key(eqn)
+        key = None if narrows(eqn) and eqn.invars[0] not in self.fixed else _key(eqn)
         first = eqn if key is None else self.seen.setdefault(key, eqn)
         if first is eqn:
             return eqn
@@ -83,6 +89,31 @@ class _Merger:
         for var, result in zip(call.outvars, results, strict=True):
             level.replace(var, level.current(result))
         return put
+
+
+def narrows(eqn: _jax.Equation) -> bool:
+    """Returns whether the equation is a cast from a float to one of fewer bits."""
+    if eqn.primitive is not lax.convert_element_type_p or isinstance(eqn.invars[0], _jax.Literal):
+        return False
+    source, target = (_jax.array_type(atom) for atom in (eqn.invars[0], eqn.outvars[0]))
+    return _has_gradient(source) and not keeps_values(source.dtype, target.dtype)
+
+
+def _has_gradient(aval: Any) -> bool:
+    return _jax.is_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def without_gradient(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
+    """Returns the values of the level that depend on no floating input, if any cast narrows."""
+    fixed: set[_jax.Var] = set()
+    if not any(map(narrows, jaxpr.eqns)):
+        return fixed
+    varying = {v for v in jaxpr.invars if _has_gradient(v.aval)}
+    for eqn in jaxpr.eqns:
+        if any(v in varying for v in eqn.invars if isinstance(v, _jax.Var)):
+            varying.update(v for v in eqn.outvars if _has_gradient(v.aval))
+        fixed.update(v for v in eqn.outvars if v not in varying)
+    return fixed
 
 
 def hiding(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
@@ -115,7 +146,7 @@ class _Numbering:
         """Numbers the values of a body whose inputs have their numbers."""
         for eqn in jaxpr.eqns:
             values: list[Hashable] = [(path, var) for var in eqn.outvars]
-            key = _key(eqn, number)
+            key = None if narrows(eqn) else _key(eqn, number)
             first = (path, values) if key is None else self._seen.setdefault(key, (path, values))
             if first[1] is not values:
                 if first[0] != path and not _is_free(eqn):
