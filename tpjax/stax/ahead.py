@@ -14,6 +14,7 @@ from typing import Any
 
 from tpjax.core import _jax
 from tpjax.core.errors import message
+from tpjax.pallas.dispatch import current_target
 from tpjax.stax import modules
 from tpjax.stax.entries import check_arguments
 from tpjax.stax.program import Program
@@ -38,10 +39,15 @@ def compiled_ahead(
         )
     roads = roads_of(program)
     lowered = [_lowered(roads, *one) for one in given]
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(workers or _workers()) as pool:
         jobs = [pool.submit(one.lowered.compile) for one in lowered]
         pairs = zip(given, lowered, jobs, strict=True)
         return tuple(_finished(roads, call, one, job) for call, one, job in pairs)
+
+
+def _workers() -> int:
+    """Returns how many threads pay: for a GPU one, as XLA times kernels on it while it compiles."""
+    return (os.cpu_count() or 1) if current_target().platform == "cpu" else 1
 
 
 def _arguments(bound: tuple[Any, ...], index: int, call: Any) -> tuple[Any, Mapping[str, Any]]:

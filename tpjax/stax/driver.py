@@ -88,7 +88,8 @@ class Compiled:
           *calls: each the arguments of a call: a tuple by position, or a dict by name. Shapes
             (`jax.ShapeDtypeStruct`) will do in place of arrays, unless the function asks for the
             value of one.
-          workers: threads; None means one for each processor.
+          workers: threads; None means one for each processor, and one in all for a GPU, where XLA
+            times kernels while it compiles and threads were slower.
 
         Returns:
           What JAX compiled, a `jax.stages.Compiled` for each call.
