@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax import lax
 
-from tests.harness import inputs
-from tests.stax_passes.moving import assert_same, optimized
-from tests.stax_passes.programs import primitives
+from tests.harness import assert_close, inputs
+from tests.stax_passes.moving import assert_same, optimized, values_and_gradients
+from tests.stax_passes.programs import as_function, assert_same_bits, primitives
 from tpjax.stax_passes.movement import simplify_moves
-from tpjax.stax_passes.pipeline import CLEAN_UP, optimize
+from tpjax.stax_passes.pipeline import CLEAN_UP, FINISH, optimize
 
 X = inputs("f32[5,6]", 0)
 Y = inputs("f32[3,6]", 1)
@@ -203,3 +205,83 @@ def test_a_helper_that_reads_an_array_twice_stays() -> None:
     result, fired, _ = optimized(lambda x: twice(x, 2), (X,), (CLEAN_UP,))
     assert "open_helper" not in fired
     assert primitives(result) == ["jit"]
+
+
+# -- random moves ---------------------------------------------------------------------------------
+
+SHAPE = (4, 6)
+
+
+def _rows(k: int) -> np.ndarray:
+    lines = [0, 1, 2, 3], [3, 2, 1, 0], [2, 2, 0, 1], [1, 3, 0, 2], [-1, -2, -3, -4], [0, 2, 0, 2]
+    return np.array(lines[k % 6])
+
+
+def _cut(x: jax.Array, k: int) -> jax.Array:
+    """Takes the array apart and puts it together."""
+    a, b = 1 + k % 3, 1 + k // 3 % 5
+    choices = [
+        lambda: concat([x[:a], x[a:]]), lambda: concat([x[a:], x[:a]]),
+        lambda: concat([x[:, :b], x[:, b:]], 1), lambda: concat([x[:a, :], x[:0], x[a:]]),
+        lambda: concat([concat([x[:a], x]), x])[a : a + 4],
+        lambda: jnp.stack([x, x[::-1]])[k % 2], lambda: concat(jnp.split(x, 2, 1), 1),
+        lambda: lax.pad(x, np.asarray(k % 3, x.dtype), [(a, 1, 0), (b, 0, 0)])[a:-1, b:],
+        lambda: lax.pad(x, np.asarray(0.1, x.dtype), [(a, 1, 0), (0, 0, 0)])[1:5],
+        lambda: concat([x, x, x])[2 : 2 + 4 * (1 + k % 2) : 1 + k % 2],
+    ]  # fmt: skip
+    return choices[k % len(choices)]()
+
+
+def _turn(x: jax.Array, k: int) -> jax.Array:
+    """Turns the array, or takes its elements in another order."""
+    choices = [
+        lambda: x.T.reshape(SHAPE), lambda: x[::-1], lambda: x[None].squeeze(0).reshape(24)
+        .reshape(SHAPE), lambda: x[:, None].reshape(2, 2, 6).reshape(SHAPE),
+        lambda: jnp.broadcast_to(x[k % 4], SHAPE), lambda: jnp.broadcast_to(x[:, :1], SHAPE),
+        lambda: jnp.broadcast_to(x[k % 4 :, None], (4 - k % 4, 4, 6))[-1],
+        lambda: x[_rows(k // 7)], lambda: jnp.take(x, _rows(k // 7), 0, mode="clip"),
+        lambda: jnp.take(x, _rows(k // 7), 1).repeat(2, 1)[:, 1:7],
+        lambda: lax.dynamic_slice(concat([x, x]), (k % 7, 0), SHAPE),
+        lambda: lax.dynamic_update_slice(x, x[:2], (k % 5, 0)),
+        lambda: lax.dynamic_update_slice(x * 2, x, (k % 5, 0)), lambda: jnp.roll(x, k, k % 2),
+        lambda: jnp.tile(x[:1], (4, 1)), lambda: x[1:][:, 2:][::2],
+    ]  # fmt: skip
+    y = choices[k % len(choices)]()
+    return y if y.shape == SHAPE else jnp.pad(y, [(0, 4 - y.shape[0]), (0, 6 - y.shape[1])])
+
+
+def _random(program: list[tuple[int, int]], x: jax.Array, h: jax.Array) -> Any:
+    for how, k in program:
+        match how % 8:
+            case 0 | 1 | 2:
+                x = _cut(x, k)
+            case 3 | 4 | 5:
+                x = _turn(x, k)
+            case 6:
+                h = _turn(h, k) if k % 2 else _cut(h, k)
+            case _:
+                x, h = h.astype(x.dtype), x.astype(h.dtype)
+    return jnp.sin(x) * x, h
+
+
+PROGRAM = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 500)), min_size=1, max_size=7)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])  # pyright: ignore
+@given(program=PROGRAM)
+def test_random_moves_keep_the_bits(program) -> None:
+    """Values bit for bit; gradients as the contracts say: up to the order of sums."""
+    args = inputs("f32[4,6]", 7), inputs("bf16[4,6]", 8)
+    fn = lambda *xs: _random(program, *xs)  # noqa: E731
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    expected = values_and_gradients(fn, args)
+    for passes in ((CLEAN_UP,), (FINISH[:-1],), (FINISH,)):
+        result, reports = optimize(jaxpr, passes, verify=True)
+        again, _ = optimize(result, passes)
+        assert again is result
+        got = values_and_gradients(lambda *xs: as_function(result)(*xs), args)  # noqa: B023
+        assert_same_bits("values", got[:2], expected[:2])
+        through_bfloat16 = any(how % 8 == 7 for how, _ in program)
+        assert_close("gradient", got[2], expected[2], 1e-2 if through_bfloat16 else 1e-6)
+        assert_close("narrow gradient", got[3], expected[3], 1e-2)
+        assert len(reports) == len(passes[0])

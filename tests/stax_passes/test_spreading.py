@@ -92,7 +92,7 @@ def test_what_is_saved_for_the_gradient_is_small() -> None:
     assert saved(lambda *xs: as_function(result)(*xs)) < saved(fn)
 
 
-def _operands(name: str, length: int, dtype: str) -> list[Any] | None:
+def _operands(name: str, length: int, dtype: str) -> list[Any]:
     x, y = (inputs(f"f32[{length}]", seed).astype(dtype) for seed in (1, 2))
     small = {"select_n": [x > 0, x, y], "not": [x > 0]}
     if name in ("and", "or", "xor"):

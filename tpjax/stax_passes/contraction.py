@@ -227,7 +227,10 @@ def _grouped(
         x = x.transpose(order)
         pairs, over = ([(order.index(i), d) for i, d in part] for part in (pairs, over))
     numbers: Any = tuple(tuple(zip(*part, strict=True)) or ((), ()) for part in (over, pairs))
-    out = lax.dot_general(x, base, numbers, **dict(options))
+    # bound as it is, so that no flag of now fills in the precision
+    out = lax.dot_general_p.bind(
+        x, base, dimension_numbers=numbers, out_sharding=None, **dict(options)
+    )
     first = len(pairs)  # where the group is; then come the axes of x alone, then those of base
     seat = at + 1 if merged else at
     order = list(range(out.ndim))

@@ -45,17 +45,23 @@ def known(level: Level, atom: Atom) -> np.ndarray | None:
         if _jax.is_tracer(atom.val) or not _jax.is_array(atom.aval):
             return None
         return np.asarray(atom.val, _jax.array_type(atom).dtype)
-    if atom in level.jaxpr.constvars:
-        value = level.jaxpr.consts[level.jaxpr.constvars.index(atom)]
-        return np.asarray(value) if isinstance(value, np.ndarray) else None
-    made = level.maker(atom)
-    if made is None or made.primitive.name not in ("iota", "broadcast_in_dim"):
-        return None
     aval = _jax.array_type(atom)
-    if not _jax.is_local(aval) or aval.dtype not in DTYPES or aval.size > MAX_INDICES:
+    if not _jax.is_array(aval) or aval.dtype not in DTYPES or aval.size > MAX_INDICES:
+        return None
+    made = level.maker(atom)
+    if made is None:
+        return _constant(level, atom) if np.issubdtype(aval.dtype, np.integer) else None
+    if made.primitive.name not in ("iota", "broadcast_in_dim") or not _jax.is_local(aval):
         return None
     operands = [known(level, x) if isinstance(x, _jax.Literal) else None for x in made.invars]
     return None if any(x is None for x in operands) else compute(made, operands)  # pyright: ignore
+
+
+def _constant(level: Level, atom: Atom) -> np.ndarray | None:
+    """Returns the value of a constant of the jaxpr that is a NumPy array, or None."""
+    pairs = zip(level.jaxpr.constvars, level.jaxpr.consts, strict=True)
+    value = next((value for var, value in pairs if var is atom), None)
+    return np.asarray(value) if isinstance(value, np.ndarray) else None
 
 
 def _known_starts(level: Level, atoms: list[Atom]) -> list[int] | None:
