@@ -167,7 +167,7 @@ def _twice(pool: Pool) -> Any:
     x = pool.pick(is_real)
     if x is None:
         return None
-    y, fn = pool.like(x), pool.numbers.of((lax.mul, lax.add, lax.sub, lax.max, lax.div))
+    y, fn = pool.like(x), pool.numbers.of((lax.sub, lax.mul, lax.div, lax.add, lax.max))
     other = fn(y, x) if pool.numbers.below(2) else fn(x, y)
     return lax.sub(fn(x, y), other), other
 
@@ -230,6 +230,7 @@ ROWS: dict[str, tuple[int, Instruction]] = {
     "round": (1, lambda p: _unary(p, is_float, ROUND)),
     "nn": (1, lambda p: _unary(p, is_float, NUMPY)),
     "whole": (1, lambda p: _unary(p, is_whole, WHOLE)),
+    "not": (2, lambda p: _unary(p, lambda v: is_bool(v) or is_whole(v), (jnp.invert,))),
     "shift": (1, _shift),
     "logic": (1, lambda p: _binary(p, is_whole, LOGIC)),
     "bool_logic": (1, lambda p: _binary(p, is_bool, (*LOGIC, lambda x, y: ~x))),
@@ -241,7 +242,7 @@ ROWS: dict[str, tuple[int, Instruction]] = {
     "convert": (3, _convert),
     "round_trip": (2, _round_trip),
     "bitcast": (1, _bitcast),
-    "twice": (2, _twice),
+    "twice": (3, _twice),
     "undo": (2, _undo),
     "complex_parts": (1, lambda p: _unary(p, is_complex, (lax.real, lax.imag, lax.conj, lax.neg))),
     "polar": (1, _polar),

@@ -54,28 +54,27 @@ def _told(what: str, *jaxprs: _jax.Jaxpr) -> Iterator[None]:
         raise Difference(f"{what}: {type(error).__name__}: {error}\n{shown}") from error
 
 
-def check(program: Program, *, jit: bool = False, seed: int = 0) -> Counter[str]:
+def check(
+    program: Program, *, jit: bool = False, gradients: bool = True, seed: int = 0
+) -> Counter[str]:
     """Checks every pipeline on the program; returns what was compared, and how it came out.
 
     Args:
       program: the instructions.
       jit: compare the whole programs compiled by XLA too, which takes most of a second.
+      gradients: compare gradients too, which takes half of the time.
       seed: of the inputs.
 
     Raises:
       Difference: some pass does not keep what it must; says which, and shows the jaxprs.
     """
-    return check_jaxpr(trace(program), jit=jit, seed=seed)
-
-
-def check_jaxpr(jaxpr: _jax.Jaxpr, *, jit: bool = False, seed: int = 0) -> Counter[str]:
-    """Checks every pipeline on a jaxpr with the inputs of a program, as `check` does."""
+    jaxpr = trace(program)
     counts = Counter({"programs": 1})
     points = [inputs(tame=tame, seed=seed) for tame in (True, False)]
     evaluator = Evaluator()
     expected = [_outcome(evaluator, jaxpr, args) for args in points]
-    gradient = Gradient(jaxpr, points[0], evaluator)
-    counts[gradient.state] += 1
+    gradient = Gradient(jaxpr, points[0], evaluator) if gradients else None
+    counts[gradient.state if gradient else "no gradient"] += 1
     alone = ALONE[len(jaxpr.eqns) % len(ALONE)]
     seen = {_shape_of(jaxpr)}
     for name, result, close in _results(jaxpr):
@@ -91,7 +90,7 @@ def check_jaxpr(jaxpr: _jax.Jaxpr, *, jit: bool = False, seed: int = 0) -> Count
                 continue
             for args, outcome in zip(points, expected, strict=True):
                 _assert_same(_outcome(evaluator, result, args), outcome)
-            if name in ("CLEAN_UP", "PASSES", _name(alone)):
+            if gradient and name in ("CLEAN_UP", "PASSES", _name(alone)):
                 counts[gradient.compare(result)] += 1
             if name == "CLEAN_UP":
                 _assert_settled(result)

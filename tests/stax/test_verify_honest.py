@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.fuzz import pool
+from tests.fuzz.generator import programs, run
 from tests.harness import inputs, run_python
 from tests.stax import functions
 from tests.stax.test_verify import replacing, verified
-from tests.stax_passes.programs import programs, run
 from tests.stax_passes.test_attention_rewrites import FIRE as ATTENTION
 from tests.stax_passes.test_attention_rewrites import B, D, H, T, out, scores, softmax
-from tests.stax_passes.test_exact import N as WHOLE
-from tests.stax_passes.test_exact import X, Y
 from tests.stax_passes.test_norm_rewrites import FIRE as NORMS
 
 
@@ -63,7 +62,7 @@ def test_a_transformer_block_passes() -> None:
 @settings(max_examples=3, deadline=None, suppress_health_check=[*HealthCheck], database=None)  # pyright: ignore
 @given(program=programs)
 def test_random_programs_pass(program) -> None:
-    difference = verified(lambda *args: run(program, *args), (X, Y, WHOLE))
+    difference = verified(lambda *args: run(program, *args), pool.inputs(tame=False))
     assert difference is None, difference.message("random")
 
 
@@ -88,6 +87,8 @@ def test_a_program_that_magnifies_rounding_passes() -> None:
 SHARDED = """
 import jax, jax.numpy as jnp, tempfile
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.fuzz import pool
+from tests.fuzz.generator import programs, run
 from tests.harness import inputs, run_python
 from tests.stax.functions import norm
 from tests.stax.test_verify import found, outcome, replacing, swapping, verified
