@@ -347,8 +347,10 @@ def has_size(aval: Any) -> bool:
 
 def is_local(aval: Any) -> bool:
     """Returns whether an array of this type is on no mesh, in the default memory, of known size."""
-    return is_array(aval) and has_size(aval) and aval is _core.ShapedArray(
-        aval.shape, aval.dtype, weak_type=aval.weak_type
+    return (
+        is_array(aval)
+        and has_size(aval)
+        and aval is _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
     )
 
 

@@ -96,17 +96,23 @@ def _constants_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     opened = body.replace(
         constvars=[], consts=[], invars=[*body.constvars, *body.invars], debug_info=names
     )
+    outer = [_jax.Var(var.aval) for var in body.constvars]
+    called = with_operands(eqn, opened, outer)
+    return jaxpr.replace(
+        constvars=[*outer, *jaxpr.constvars], consts=[*body.consts, *jaxpr.consts], eqns=[called]
+    )
+
+
+def with_operands(eqn: _jax.Equation, body: _jax.Jaxpr, more: Sequence[Any]) -> _jax.Equation:
+    """Returns the jit with another body, which has more inputs, before the others."""
+    count = len(more)
     params = eqn.params | {
-        "jaxpr": opened,
+        "jaxpr": body,
         "in_shardings": (_jax.UNSPECIFIED,) * count + tuple(eqn.params["in_shardings"]),
         "in_layouts": (None,) * count + tuple(eqn.params["in_layouts"]),
         "donated_invars": (False,) * count + tuple(eqn.params["donated_invars"]),
     }
-    outer = [_jax.Var(var.aval) for var in body.constvars]
-    called = eqn.replace(invars=[*outer, *eqn.invars], params=params)
-    return jaxpr.replace(
-        constvars=[*outer, *jaxpr.constvars], consts=[*body.consts, *jaxpr.consts], eqns=[called]
-    )
+    return eqn.replace(invars=[*more, *eqn.invars], params=params)
 
 
 def lifted(jaxpr: _jax.Jaxpr, values: Sequence[Any]) -> tuple[_jax.Jaxpr, list[int]]:

@@ -86,8 +86,8 @@ class _Run:
 
     rows: tuple[Any, ...]
     log: _Log = field(default_factory=_Log)
-    bodies: dict[int, tuple[_jax.Jaxpr, _jax.Jaxpr]] = field(default_factory=dict)
-    """By id, the levels that were rewritten, so that a repeated layer is read once."""
+    bodies: dict[int, tuple[_jax.Jaxpr, _jax.Jaxpr, list[Hit]]] = field(default_factory=dict)
+    """By id, the levels that were rewritten and their hits: a repeated layer is read once."""
     built: dict[Any, tuple[Any, "Built | Exception"]] = field(default_factory=dict)
 
 
@@ -130,7 +130,10 @@ def replacements(graph: Graph, rows: tuple[Any, ...]) -> dict[int, tuple[Any, "B
 def _rewrite(jaxpr: _jax.Jaxpr, run: _Run) -> _jax.Jaxpr:
     """Returns the level rewritten, bodies first."""
     if id(jaxpr) in run.bodies:
-        return run.bodies[id(jaxpr)][1]
+        _, result, hits = run.bodies[id(jaxpr)]
+        run.log.hits.extend(hits)  # every call of a body is a place of its own
+        return result
+    first = len(run.log.hits)
     graph = build(jaxpr)
     matches = _find(graph, run)
     bodies: dict[int, _jax.Equation] = {}
@@ -144,7 +147,7 @@ def _rewrite(jaxpr: _jax.Jaxpr, run: _Run) -> _jax.Jaxpr:
             bodies[index] = _jax.with_subjaxprs(node.eqn, new)
     built = _build_all(graph, matches, run)
     result = _emit(jaxpr, graph, built, bodies, run.log) if built or bodies else jaxpr
-    run.bodies[id(jaxpr)] = (jaxpr, result)
+    run.bodies[id(jaxpr)] = (jaxpr, result, run.log.hits[first:])
     return result
 
 

@@ -11,6 +11,9 @@ What costs nothing to repeat stays (broadcasts, iota), and so does what would ta
 it saves work: a value larger than what it is computed from, unless much work is in it. A value of
 fewer bits than what it is computed from stays too, as its gradient, a sum over all steps, would be
 summed in those bits.
+
+The same is done for a jit that is called several times, such as the layers of a Transformer: what
+no argument changes is computed before the first call.
 """
 
 import math
@@ -20,7 +23,7 @@ import jax.numpy as jnp
 
 from tpjax.core import _jax, parts
 from tpjax.stax_passes.share import APART, FREE
-from tpjax.stax_passes.sweep import Atom, Edit, Edited, ExactRule, Level, sweeping_pass
+from tpjax.stax_passes.sweep import Atom, Edited, ExactRule, Level, sweeping_pass
 
 HEAVY = frozenset({
     "dot_general", "conv_general_dilated", "ragged_dot_general", "sort", "top_k", "fft", "cumsum",
@@ -43,9 +46,49 @@ MAX_HELD = 64 * 2**20
 MOVED = "the same bits; a gradient of a value taken out is summed in another order"
 
 
-def _edit(level: Level, eqn: _jax.Equation) -> Edited:
-    if eqn.primitive.name != "scan" or not eqn.params["length"] or not _is_pure(eqn):
+class _Hoister:
+    """The edit of one level: it knows which calls of one body the level has."""
+
+    def __init__(self, level: Level) -> None:
+        called: dict[int, list[_jax.Equation]] = {}
+        for eqn in level.jaxpr.eqns:
+            if _jax.is_plain_jit(eqn) and not eqn.effects and eqn.outvars:
+                called.setdefault(id(eqn.params["jaxpr"]), []).append(eqn)
+        self.calls = {eqn.outvars[0]: each for each in called.values() if each[1:] for eqn in each}
+        """By the first result of a call, all calls of its body."""
+        self.done: dict[int, tuple[_jax.Jaxpr, list[Atom]]] = {}
+        """By body as it was, the smaller one and the operands that it has more."""
+
+    def __call__(self, level: Level, eqn: _jax.Equation) -> Edited:
+        if eqn.outvars and eqn.outvars[0] in self.calls:
+            return self._call(level, eqn, self.calls[eqn.outvars[0]])
+        if eqn.primitive.name == "scan" and eqn.params["length"] and _is_pure(eqn):
+            return _scan(level, eqn)
         return eqn
+
+    def _call(self, level: Level, eqn: _jax.Equation, calls: list[_jax.Equation]) -> Edited:
+        """Takes out of the body of several calls what is the same in all of them."""
+        key, before = id(calls[0].params["jaxpr"]), list[_jax.Equation]()
+        if key not in self.done:
+            body = eqn.params["jaxpr"]
+            operands = zip(*(one.invars for one in calls), strict=True)
+            fixed = [all(isinstance(v, _jax.Var) and v is a[0] for v in a) for a in operands]
+            pairs = zip(body.invars, eqn.invars, fixed, strict=True)
+            outside: dict[_jax.Var, Atom] = {inner: v for inner, v, same in pairs if same}
+            same = _Invariants(body, set(outside))
+            exported = same.worth_keeping()
+            before = parts.copied([body.eqns[i] for i in same.makers(exported)], outside)
+            if exported:
+                level.log.hit("call_invariant", eqn)
+                every = [True] * len(body.invars), [True] * len(body.outvars)
+                body = parts.narrowed(body, same.remaining(set(exported)), *every)
+                body = parts.with_inputs(body, 0, exported)
+            self.done[key] = body, [outside[var] for var in exported]
+        body, more = self.done[key]
+        return [*before, parts.with_operands(eqn, body, more)] if more else eqn
+
+
+def _scan(level: Level, eqn: _jax.Equation) -> Edited:
     _hand_on_rows(level, eqn)
     loop = _Loop(eqn)
     before = loop.take_out()
@@ -166,12 +209,9 @@ class _Invariants:
         self.same.add(i)
         operands = [v for v in eqn.invars if isinstance(v, _jax.Var)]
         leaves = frozenset[_jax.Var]().union(*(self.leaves[v] for v in operands))
-        name = eqn.primitive.name
+        names = names_in(eqn)
         efforts = {self.effort.get(v, "") for v in operands}
-        efforts |= {"heavy"} if name in HEAVY else {"slow"} if name in SLOW else set()
-        for body in _jax.all_subjaxprs(eqn):
-            names = _names_in(body)
-            efforts |= {"heavy"} if names & HEAVY else {"slow"} if names & SLOW else set()
+        efforts |= {"heavy"} if names & HEAVY else {"slow"} if names & SLOW else set()
         for var in eqn.outvars:
             self.leaves[var], self.made[var] = leaves, i
             self.effort[var] = next((e for e in ("heavy", "slow") if e in efforts), "")
@@ -233,26 +273,23 @@ def _digits(aval: Any) -> int:
     return jnp.finfo(aval.dtype).nmant if jnp.issubdtype(aval.dtype, jnp.floating) else 0
 
 
-def _names_in(body: _jax.Jaxpr) -> set[str]:
-    names, stack = set[str](), [body]
+def names_in(eqn: _jax.Equation) -> set[str]:
+    """Returns the names of the equation's primitive and of all in its bodies."""
+    names, stack = {eqn.primitive.name}, _jax.all_subjaxprs(eqn)
     while stack:
-        for eqn in stack.pop().eqns:
-            names.add(eqn.primitive.name)
-            stack.extend(_jax.all_subjaxprs(eqn))
+        for inner in stack.pop().eqns:
+            names.add(inner.primitive.name)
+            stack.extend(_jax.all_subjaxprs(inner))
     return names
-
-
-def _start(level: Level) -> Edit:
-    del level
-    return _edit
 
 
 hoist_invariants = sweeping_pass(
     "hoist_invariants",
-    "Takes out of a scan what is the same at every step.",
-    _start,
+    "Takes out of a scan what is the same at every step, out of calls what is in all of them.",
+    _Hoister,
     (
         ExactRule("loop_invariant", None, MOVED),
+        ExactRule("call_invariant", None, MOVED),
         ExactRule("carry_handed_on", None, MOVED),
         ExactRule("rows_handed_on", None, MOVED),
     ),

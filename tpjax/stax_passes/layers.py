@@ -17,7 +17,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core import _jax, parts
 from tpjax.stax_passes.hashing import literal_key, signature
+from tpjax.stax_passes.hoist import HEAVY, SLOW, names_in
 from tpjax.stax_passes.report import Report
+from tpjax.stax_passes.share import APART, has_gradient
 from tpjax.stax_passes.sweep import Edited, ExactRule, Level, Log, sweeping_pass
 
 MIN_EQUATIONS = 8
@@ -26,6 +28,10 @@ MIN_SAVED = 64
 """Equations that the calls must save, all together."""
 MAX_PERIODS = 8
 """Lengths of a run that are tried at a level."""
+MAX_SUNK = 64
+"""Equations that may be repeated in every layer for what all layers read."""
+MAX_SLOW = 4096
+"""Elements of such a value up to which it may be a slow function."""
 MAX_STARTS = 64
 """Places at which a run may begin that are tried."""
 
@@ -141,6 +147,8 @@ class _Level:
         ids: dict[Hashable, int] = {}
         self.signs = [ids.setdefault(_sign(eqn, i), i) for i, eqn in enumerate(eqns)]
         self.maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+        self.varying = {v for v in jaxpr.invars if has_gradient(v.aval)}
+        """Inputs that may have a gradient."""
         self.last: dict[Any, int] = {}
         """By variable, the last equation that reads it."""
         for i, eqn in enumerate(eqns):
@@ -244,16 +252,59 @@ class _Level:
             for j, var in enumerate(self.eqns[i].outvars)
             if self.last.get(var, -1) >= start + length
         })  # fmt: skip
-        operands = self._wiring(starts[0], length)[1]
-        body = self.eqns[starts[0] : starts[0] + length]
-        template = _jit_of(body, operands, [body[i].outvars[j] for i, j in results])
+        wired = [self._wiring(start, length)[1] for start in starts]
+        shared = [same[0] for same in zip(*wired, strict=True) if len(set(same)) == 1]
+        sunk = self._sunk(shared, runs.start)
+        inside = {var for i in sunk for var in self.eqns[i].outvars}
+        keep = [i for i, var in enumerate(wired[0]) if var not in inside]
+        reads = (v for i in sunk for v in self.eqns[i].invars if isinstance(v, _jax.Var))
+        first = [v for v in dict.fromkeys(reads) if v not in inside and v not in wired[0]]
+        body = [self.eqns[i] for i in sunk] + self.eqns[starts[0] : starts[0] + length]
+        operands = [*first, *(wired[0][i] for i in keep)]
+        template = _jit_of(
+            body, operands, [self.eqns[starts[0] + i].outvars[j] for i, j in results]
+        )
         return [
             template.replace(
-                invars=self._wiring(start, length)[1],
+                invars=[*first, *(outside[i] for i in keep)],
                 outvars=[self.eqns[start + i].outvars[j] for i, j in results],
             )
-            for start in starts
+            for start, outside in zip(starts, wired, strict=True)
         ]
+
+    def _sunk(self, shared: list[_jax.Var], before: int) -> list[int]:
+        """Returns the equations, in order, to repeat inside: they make what all runs read alike.
+
+        Such as a mask: a pattern that reads it must see how it is made. Only what is quick, and has
+        no gradient.
+        """
+        sunk: set[int] = set()
+        for var in shared:
+            needed = self._makers(var)
+            quick = all(i < before and _is_quick(self.eqns[i]) for i in needed)
+            reads = {v for i in needed for v in self.eqns[i].invars if isinstance(v, _jax.Var)}
+            if quick and len(sunk | needed) <= MAX_SUNK and not reads & self.varying:
+                sunk |= needed
+        return sorted(sunk)
+
+    def _makers(self, var: _jax.Var) -> set[int]:
+        """Returns the equations that the value needs."""
+        needed, stack = set[int](), [var]
+        while stack:
+            i = self.maker.get(stack.pop(), -1)
+            if i >= 0 and i not in needed:
+                needed.add(i)
+                stack.extend(v for v in self.eqns[i].invars if isinstance(v, _jax.Var))
+        return needed
+
+
+def _is_quick(eqn: _jax.Equation) -> bool:
+    """Returns whether to compute the equation in every layer costs next to nothing."""
+    if eqn.effects or _jax.must_stay(eqn) or eqn.primitive.name in APART:
+        return False
+    names = names_in(eqn)
+    small = all(getattr(var.aval, "size", 0) <= MAX_SLOW for var in eqn.outvars)
+    return not names & HEAVY and (small or not names & SLOW)
 
 
 def _sign(eqn: _jax.Equation, i: int) -> Hashable:

@@ -44,6 +44,7 @@ FINISH: tuple[Pass, ...] = (*CLEAN_UP, narrow_moves, sink_broadcasts, simplify_p
 
 PASSES: tuple[Pass | tuple[Pass, ...], ...] = (
     share_bodies,
+    share_layers,
     CLEAN_UP,
     fuse_attention,
     fuse_norm,

@@ -96,10 +96,11 @@ def narrows(eqn: _jax.Equation) -> bool:
     if eqn.primitive is not lax.convert_element_type_p or isinstance(eqn.invars[0], _jax.Literal):
         return False
     source, target = (_jax.array_type(atom) for atom in (eqn.invars[0], eqn.outvars[0]))
-    return _has_gradient(source) and not keeps_values(source.dtype, target.dtype)
+    return has_gradient(source) and not keeps_values(source.dtype, target.dtype)
 
 
-def _has_gradient(aval: Any) -> bool:
+def has_gradient(aval: Any) -> bool:
+    """Returns whether a value of the type may have a gradient."""
     return _jax.is_array(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -108,10 +109,10 @@ def without_gradient(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
     fixed: set[_jax.Var] = set()
     if not any(map(narrows, jaxpr.eqns)):
         return fixed
-    varying = {v for v in jaxpr.invars if _has_gradient(v.aval)}
+    varying = {v for v in jaxpr.invars if has_gradient(v.aval)}
     for eqn in jaxpr.eqns:
         if any(v in varying for v in eqn.invars if isinstance(v, _jax.Var)):
-            varying.update(v for v in eqn.outvars if _has_gradient(v.aval))
+            varying.update(v for v in eqn.outvars if has_gradient(v.aval))
         fixed.update(v for v in eqn.outvars if v not in varying)
     return fixed
 
