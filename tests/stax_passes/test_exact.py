@@ -22,7 +22,7 @@ TRIES = settings(
     deadline=None,
     database=None,
     phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=[*HealthCheck],  # pyright: ignore
 )
 
 

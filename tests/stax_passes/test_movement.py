@@ -267,7 +267,7 @@ def _random(program: list[tuple[int, int]], x: jax.Array, h: jax.Array) -> Any:
 PROGRAM = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 500)), min_size=1, max_size=7)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])  # pyright: ignore
+@settings(max_examples=15, deadline=None, suppress_health_check=[*HealthCheck])  # pyright: ignore
 @given(program=PROGRAM)
 def test_random_moves_keep_the_bits(program) -> None:
     """Values bit for bit; gradients as the contracts say: up to the order of sums."""

@@ -64,7 +64,7 @@ def test_passes_and_their_order() -> None:
     assert (*CLEAN_UP, narrow_moves, sink_broadcasts, simplify_products) == FINISH == PASSES[-2]
     assert EXACT_PASSES[-2] == FINISH[:-1]
     assert names == [
-        *("share_bodies", "clean up", "fuse_attention", "fuse_norm"),
+        *("share_bodies", "share_layers", "clean up", "fuse_attention", "fuse_norm"),
         *("hoist_invariants", "clean up", "share_layers"),
     ]
     _, reports = optimize(_trace(), ())

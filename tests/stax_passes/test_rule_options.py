@@ -111,6 +111,7 @@ def test_rules_stand_after_the_first_clean_up() -> None:
     names = lambda passes: [getattr(p, "__name__", "group") for p in passes]  # noqa: E731
     assert with_rules(PASSES, ()) == PASSES
     full = names(with_rules(PASSES, (MINUS,)))
-    assert full[:5] == ["share_bodies", "group", "apply_rules", "fuse_attention", "fuse_norm"]
+    start = ["share_bodies", "share_layers", "group", "apply_rules"]
+    assert full[:6] == [*start, "fuse_attention", "fuse_norm"]
     assert names(with_rules((CLEAN_UP,), (MINUS,))) == ["group", "apply_rules", "group"]
-    assert names(with_rules(PASSES[2:4], (MINUS,))) == ["apply_rules", *full[3:5]]
+    assert names(with_rules(PASSES[3:5], (MINUS,))) == ["apply_rules", *full[4:6]]
