@@ -36,8 +36,8 @@ from tpjax.stax_passes.pipeline import PASSES, optimize
 DEEP = {"Llama of 16 layers": partial(transformers.llama, 16)}
 NOISE = {"compile_s": 0.1, "run_ms": 0.1}
 """Times that differ by a smaller share are not told apart."""
-RUN_S = 0.3
-"""Seconds over which a program is run again and again."""
+RUN_S, MIN_RUNS = 0.3, 30
+"""Seconds over which a program is run again and again, and how often at least."""
 
 
 class Numbers(NamedTuple):
@@ -73,13 +73,14 @@ def numbers_of(jaxpr: _jax.Jaxpr, num_params: int, kernels: int, run_on: Any) ->
     seconds = time.process_time() - start
     cost: Any = compiled.cost_analysis()
     memory: Any = compiled.memory_analysis()
-    best, end = float("inf"), time.perf_counter() + RUN_S
-    while (begun := time.perf_counter()) < end:
+    runs: list[float] = []
+    while len(runs) < MIN_RUNS or sum(runs) < RUN_S:
+        begun = time.perf_counter()
         jax.block_until_ready(compiled(*run_on))
-        best = min(best, time.perf_counter() - begun)
+        runs.append(time.perf_counter() - begun)
     return found._replace(
         temp_bytes=memory.temp_size_in_bytes, flops=cost.get("flops", 0.0), compile_s=seconds,
-        run_ms=1e3 * best,
+        run_ms=1e3 * min(runs),
     )  # fmt: skip
 
 
