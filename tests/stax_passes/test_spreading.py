@@ -33,8 +33,8 @@ def columns(v: Any) -> Any:
 
 FIRES: list[tuple[str, Any, tuple[Any, ...], list[str]]] = [
     ("function", lambda v: jnp.sin(rows(v)), (V,), ["sin", B]),
-    ("of columns", lambda v: jnp.exp(columns(v)), (V,), ["exp", B]),
-    ("chain", lambda v: jnp.tanh(jnp.exp(rows(v)) * 2 + 1), (V,), ["exp", "mul", "add", "tanh", B]),
+    ("of columns", lambda v: jnp.cos(columns(v)), (V,), ["cos", B]),
+    ("chain", lambda v: jnp.tanh(jnp.sin(rows(v)) * 2 + 1), (V,), ["sin", "mul", "add", "tanh", B]),
     ("of two", lambda v, u: rows(v) * rows(u), (V, U), ["mul", B]),
     ("with a number", lambda v: 2.0 * rows(v), (V,), ["mul", B]),
     ("with numbers", lambda v: jnp.full((5, 7), 2.0) * rows(v), (V,), [B, "mul", B]),
@@ -46,7 +46,7 @@ FIRES: list[tuple[str, Any, tuple[Any, ...], list[str]]] = [
     ("choice", lambda v, u: lax.select(rows(v) > 0, rows(v), rows(u)), (V, U),
      ["gt", "select_n", B]),
     ("power", lambda v: rows(v) ** 3, (V,), ["integer_pow", B]),
-    ("then with an array", lambda v, x: jnp.exp(rows(v)) * x, (V, X), ["exp", B, "mul"]),
+    ("then with an array", lambda v, x: jnp.sin(rows(v)) * x, (V, X), ["sin", B, "mul"]),
 ]  # fmt: skip
 
 
@@ -68,6 +68,7 @@ STAYS: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("of unlike broadcasts", lambda v: rows(v)[:, :5] * columns(v)[:5], (V,)),
     ("only more axes", lambda v: jnp.sin(v[:, None]), (V,)),
     ("bits that depend on the place", lambda v: jnp.arctan(rows(v)), (V,)),
+    ("in one version of JAX", lambda v: jnp.exp(rows(v)), (V,)),
     ("a sum over rows", lambda v: rows(v).sum(0), (V,)),
     ("a number", lambda v: jnp.sin(jnp.full((5, 7), 2.0)) + v, (V,)),
 ]  # fmt: skip
@@ -81,7 +82,7 @@ def test_near_misses_that_must_not_fire(fn, args) -> None:
 
 
 def test_what_is_saved_for_the_gradient_is_small() -> None:
-    fn = lambda v, x: jnp.exp(jnp.sin(rows(v))) * x  # noqa: E731
+    fn = lambda v, x: jnp.tanh(jnp.sin(rows(v))) * x  # noqa: E731
     result, _ = optimize(jax.make_jaxpr(fn)(V, X), GROUP)
 
     def saved(f: Any) -> int:
@@ -99,7 +100,7 @@ def _operands(name: str, length: int, dtype: str) -> list[Any]:
         return [x > 0, y > 0]
     if name in small:
         return small[name]
-    if name in ("log", "log1p", "sqrt", "rsqrt"):
+    if name in ("log1p", "sqrt", "rsqrt"):
         return [jnp.abs(x) + jnp.asarray(0.1, dtype)]
     two = ("add", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "sub")
     return [x, y] if name in two else [x]
@@ -115,7 +116,7 @@ def test_bits_do_not_depend_on_the_place(name, dtype) -> None:
         "integer_pow": {"y": 3}, "round": {"rounding_method": lax.RoundingMethod.TO_NEAREST_EVEN},
     }.get(name, {})  # fmt: skip
     primitive = getattr(lax, f"{name}_p")
-    if name in ("exp", "log", "log1p", "expm1", "sin", "cos", "tanh", "logistic", "sqrt", "rsqrt"):
+    if name in ("log1p", "expm1", "sin", "cos", "tanh", "logistic", "sqrt", "rsqrt"):
         params = {"accuracy": None}
     for length in (1, 3, 7, 16, 33):
         operands = _operands(name, length, dtype)
