@@ -19,7 +19,7 @@ from tpjax.core import _jax, parts
 from tpjax.stax_passes.hashing import literal_key, signature
 from tpjax.stax_passes.hoist import HEAVY, SLOW, names_in
 from tpjax.stax_passes.report import Report
-from tpjax.stax_passes.share import APART, has_gradient
+from tpjax.stax_passes.share import APART, LAYER, has_gradient
 from tpjax.stax_passes.sweep import Edited, ExactRule, Level, Log, sweeping_pass
 
 MIN_EQUATIONS = 8
@@ -326,7 +326,8 @@ def _jit_of(
     copies = parts.copied(eqns, names)
     body = _jax.edited(like, copies, [names[v] for v in results])
 
-    def repeated_layer(*args: Any) -> Any:
+    def call(*args: Any) -> Any:
         return jaxpr_as_fun(body)(*args)
 
-    return _jax.traced_at(eqns[0], jax.jit(repeated_layer), avals).eqns[0]
+    call.__name__ = LAYER
+    return _jax.traced_at(eqns[0], jax.jit(call), avals).eqns[0]

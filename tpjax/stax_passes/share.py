@@ -47,6 +47,9 @@ MAX_OPENED = 64
 FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "pvary", "pcast"})
 """Primitives that cost nothing to repeat: no helper is opened for them."""
 
+LAYER = "repeated_layer"
+"""The name of a jit that `share_layers` made: one body of many calls stays one."""
+
 MERGED = "the same bits; a gradient is summed where the values merge, so it may round elsewhere"
 
 
@@ -128,6 +131,8 @@ def hiding(jaxpr: _jax.Jaxpr) -> set[_jax.Var]:
 
 def _may_open(eqn: _jax.Equation) -> bool:
     if not eqn.outvars or type(eqn.outvars[0]) is not _jax.Var:
+        return False
+    if eqn.params.get("name") == LAYER:
         return False
     return _jax.is_small_helper(eqn, MAX_OPENED) and not _jax.subjaxprs(eqn)[0].consts
 
