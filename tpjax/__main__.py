@@ -237,9 +237,9 @@ def _rules(options: argparse.Namespace) -> None:
         lines = list(measured())
         _print([_plain(line) if options.json else line.in_words() for line in lines], options.json)
         return
-    from tpjax.stax_passes.contracts import contracts
+    from tpjax.stax_passes.contracts import all_contracts
 
-    rows = [row._asdict() for row in contracts()]
+    rows = [row._asdict() for row in all_contracts()]
     only_ours = not options.json and {row["comes_from"] for row in rows} == {"tpjax"}
     for row in rows if only_ours else ():
         row["lives_at"] = row["lives_at"].removeprefix("tpjax.stax_passes.")

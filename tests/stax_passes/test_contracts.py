@@ -16,7 +16,7 @@ from tpjax.stax_passes.pipeline import PASSES, optimize
 from tpjax.stax_passes.report import Tier
 from tpjax.stax_passes.sweep import ExactRule, sweeping_pass
 
-LISTED = contracts.contracts(offered=False)
+LISTED = contracts.all_contracts(offered=False)
 
 
 def test_the_document_is_current() -> None:

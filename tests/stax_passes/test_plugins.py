@@ -13,7 +13,7 @@ import pytest
 import tpjax
 from tests.harness import assert_close, inputs
 from tpjax.stax.program import Program
-from tpjax.stax_passes.contracts import UNSTATED, contracts
+from tpjax.stax_passes.contracts import UNSTATED, all_contracts
 from tpjax.stax_passes.norms import fuse_norm
 
 X = inputs("f32[3]", 1)
@@ -175,7 +175,7 @@ def test_F07_what_is_offered_is_listed_with_its_contract(offer: Offer) -> None:
         rules={"minus": "fancy_rules:MINUS", "gone": "fancy_rules:NOTHING"},
         passes={"twice": "fancy_rules:TWICE", "norm_again": "tpjax.stax_passes.norms:fuse_norm"},
     )
-    rows = {row.rule: row for row in contracts() if row.comes_from != "tpjax"}
+    rows = {row.rule: row for row in all_contracts() if row.comes_from != "tpjax"}
     assert set(rows) == {"plus_to_minus", "gone", "nothing", "norm"}
     assert rows["plus_to_minus"].stage == "apply_rules"
     assert rows["plus_to_minus"].contract == "as the author of the rule states"

@@ -259,15 +259,14 @@ def retrace(fn: Any, like: Jaxpr) -> Jaxpr:
 def count_equations(jaxpr: Jaxpr) -> int:
     """Returns the number of equations, those of bodies that a rewrite may enter included."""
     counts: dict[int, int] = {}
-    stack: list[tuple[Jaxpr, list[Jaxpr] | None]] = [(jaxpr, None)]
+    stack: list[tuple[Jaxpr, Any]] = [(jaxpr, None)]
     while stack:  # each body twice: before those in it, and after
         body, inner = stack.pop()
         if inner is not None:
             counts[id(body)] = len(body.eqns) + sum(counts[id(one)] for one in inner)
         elif id(body) not in counts:
             inner = [one for eqn in body.eqns for one in subjaxprs(eqn)]
-            stack.append((body, inner))
-            stack.extend((one, None) for one in inner)
+            stack += [(body, inner), *((one, None) for one in inner)]
     return counts[id(jaxpr)]
 
 

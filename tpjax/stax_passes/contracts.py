@@ -48,7 +48,7 @@ def rules_of(run: Pass) -> tuple[Any, ...]:
     return getattr(run, "exact_rules", ()) or rows_of(run)
 
 
-def contracts(
+def all_contracts(
     passes: Iterable[Pass | tuple[Pass, ...]] = PASSES, *, offered: bool = True
 ) -> tuple[Contract, ...]:
     """Returns the contract of every rule of the passes, in running order.
@@ -116,7 +116,7 @@ def _offered(group: Group, read: Callable[[Any], list[Contract]]) -> Iterator[Co
 def rules_markdown() -> str:
     """Returns the contracts of this project's rules as Markdown."""
     lines = ["| pass | rule | tier | contract | lives at |", "|---|---|---|---|---|"]
-    for row in contracts(offered=False):
+    for row in all_contracts(offered=False):
         where = row.lives_at.removeprefix("tpjax.stax_passes.")
         cells = (row.stage, row.rule, row.tier, row.contract, f"`{where}`")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
