@@ -31,7 +31,7 @@ from tests.fuzz.pool import (
 Instruction = Callable[[Pool], Any]
 
 
-def _unary(pool: Pool, accept: Accept, fns: tuple[Callable[[Any], Any], ...]) -> Any:
+def _unary(pool: Pool, accept: Accept, fns: tuple[Any, ...]) -> Any:
     x = pool.pick(accept)
     return None if x is None else pool.numbers.of(fns)(x)
 

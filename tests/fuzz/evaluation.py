@@ -80,7 +80,7 @@ class Evaluator:
         if not isinstance(atom, _jax.Literal):
             return env[atom]
         if id(atom) not in self._literals:
-            value = _host(np.asarray(atom.val, atom.aval.dtype))
+            value = _host(np.asarray(atom.val, _jax.array_type(atom).dtype))
             bits_of = (value.dtype, value.shape, value.tobytes())
             self._literals[id(atom)] = atom, self._equal.setdefault(bits_of, value)
         return self._literals[id(atom)][1]
@@ -212,3 +212,11 @@ def bits(x: Any) -> np.ndarray:
         return x
     x = np.where(np.isnan(x), np.asarray(np.nan, x.dtype), x)
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
+
+
+def same_bits(x: Any, y: Any) -> bool:
+    """Returns whether two arrays have the same bits; NaNs are one value."""
+    if x is y:
+        return True
+    a, b = bits(x), bits(y)
+    return a.shape == b.shape and a.dtype == b.dtype and not (a != b).any()

@@ -42,7 +42,7 @@ def run_chunk(
         deadline=None,
         database=None,
         phases=[hypothesis.Phase.generate, *[hypothesis.Phase.shrink] * shrink],
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[*hypothesis.HealthCheck],  # pyright: ignore
         report_multiple_bugs=False,
         verbosity=hypothesis.Verbosity.quiet,
     )

@@ -40,7 +40,7 @@ def test_the_generator_reaches_sixty_primitives_and_two_levels() -> None:
         deadline=None,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck],  # pyright: ignore
     )
     @given(programs)
     def collect(program: Any) -> None:

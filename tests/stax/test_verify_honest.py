@@ -62,7 +62,7 @@ def test_a_transformer_block_passes() -> None:
 @settings(max_examples=3, deadline=None, suppress_health_check=[*HealthCheck], database=None)  # pyright: ignore
 @given(program=programs)
 def test_random_programs_pass(program) -> None:
-    difference = verified(lambda *args: run(program, *args), pool.inputs(tame=False))
+    difference = verified(lambda *args: run(program, *args), tuple(pool.inputs(tame=False)))
     assert difference is None, difference.message("random")
 
 
