@@ -169,7 +169,8 @@ def _gradient(pool: Pool, body: Body) -> Any:
         try:
             return jax.jvp(lambda x: step(x)[0], (x,), (pool.other(x),))
         except TypeError as error:  # JAX has no forward mode of a custom_vjp
-            assert "custom_vjp" in str(error), error
+            if "custom_vjp" not in str(error):
+                raise
     out, back = jax.vjp(lambda x: step(x)[0], x)
     return out, *back(pool.other(out))
 
