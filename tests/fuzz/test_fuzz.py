@@ -28,6 +28,7 @@ def test_fresh_programs() -> None:
             f"python -m tests.fuzz --programs 50 --seed {start + chunk}\n{difference}"
         )
     assert counts["programs"] >= PROGRAMS * 0.9
+    assert counts["gradients"] > 0.95 * counts["programs"]  # JAX cannot differentiate some
     assert counts["gradients equal in bits"] > 10 * counts["gradients summed in another order"]
 
 

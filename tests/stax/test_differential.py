@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tpjax
-from tests.fuzz.evaluation import Evaluator, same_bits
+from tests.fuzz.evaluation import EndlessError, Evaluator, same_bits
 from tests.fuzz.oracle import Gradient, same_program
 from tests.harness import assert_close
 from tests.stax.calls import CALLS
@@ -42,7 +42,12 @@ def _compare(name: str, fn: Any, tame: Any, odd: Any) -> bool:
     evaluator = Evaluator()
     values = [[np.asarray(x) for x in jax.tree.leaves(args)] for args in (tame, odd)]
     for args in values:
-        expected, actual = evaluator(plain, *args), evaluator(compiled, *args)
+        try:
+            expected = evaluator(plain, *args)
+        except EndlessError:  # JAX's own loop does not end for some odd numbers
+            assert args is not values[0], name
+            continue
+        actual = evaluator(compiled, *args)
         if name in CLOSE:
             if np.isfinite(args[0]).all():
                 assert_close(name, actual, expected, CLOSE[name])
