@@ -18,7 +18,7 @@ from tpjax.core import _jax
 from tpjax.stax_passes.pipeline import EXACT_PASSES, FINISH, PASSES, optimize
 
 GROUP = (FINISH,)
-B, T, S, K, G, D = 2, 5, 7, 3, 2, 4
+B, T, S, K, G, D = 2, 3, 5, 2, 3, 4  # T < D: the weights are smaller than the repeated values
 X = inputs("f32[3,4,5]", 0)
 W = inputs("f32[5,6]", 1)
 Q = inputs(f"f32[{B},{T},{K * G},{D}]", 2)
@@ -265,3 +265,12 @@ def test_verify_allows_the_contract_and_no_more() -> None:
     x, y = inputs("bf16[257,64]", 1), inputs("bf16[31,257]", 2)
     compiled = tpjax.compile(fn, verify=True, strict=True)
     assert_close("verified", compiled(x, y), fn(x, y), 1e-2)
+
+
+def test_weights_larger_than_the_repeated_values_are_not_kept_twice() -> None:
+    """In groups, the weights would be saved for the gradient as they are and reshaped."""
+    long = inputs(f"f32[{B},{S},{K * G},{D}]", 7)  # S > D
+    result, fired, near = optimized(with_(repeat), (long, KEY, VALUE), GROUP)
+    assert fired["group_product"] == 1  # the scores, and not the sum of values
+    assert largest_repeat(result) == B * S * K * G * D
+    assert any("the other operand is larger" in reason for reason in near)

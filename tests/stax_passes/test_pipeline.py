@@ -26,6 +26,7 @@ from tpjax.stax_passes.pipeline import (
     EXACT_PASSES,
     FINISH,
     MAX_ROUNDS,
+    ON_REQUEST,
     PASSES,
     optimize,
 )
@@ -61,7 +62,8 @@ def test_passes_and_their_order() -> None:
     names = [getattr(entry, "__name__", "clean up") for entry in PASSES]
     exact = [getattr(entry, "__name__", "clean up") for entry in EXACT_PASSES]
     assert exact == [name for name in names if not name.startswith("fuse_")]
-    assert (*CLEAN_UP, narrow_moves, sink_broadcasts, simplify_products) == FINISH == PASSES[-2]
+    assert (*CLEAN_UP, sink_broadcasts, simplify_products) == FINISH == PASSES[-2]
+    assert (narrow_moves,) == ON_REQUEST
     assert EXACT_PASSES[-2] == FINISH[:-1]
     assert names == [
         *("share_bodies", "share_layers", "clean up", "fuse_attention", "fuse_norm"),

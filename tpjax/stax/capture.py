@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core import _jax, parts
@@ -204,8 +206,24 @@ def donated_inputs(jaxpr: _jax.Jaxpr) -> list[bool]:
 
 
 def evaluate(jaxpr: _jax.Jaxpr, leaves: list[Any]) -> list[Any]:
-    """Runs the jaxpr's equations on the leaves, under whatever trace is on."""
-    return list(jaxpr_as_fun(jaxpr)(*leaves))
+    """Runs the jaxpr's equations on the leaves, under whatever trace is on.
+
+    A result that depends on no leaf is an array like the others, not the number that stands in the
+    jaxpr: what the caller does with it follows its dtype and weak type.
+    """
+    results = jaxpr_as_fun(jaxpr)(*leaves)
+    return [_as_array(x, var.aval) for x, var in zip(results, jaxpr.outvars, strict=True)]
+
+
+def _as_array(value: Any, aval: Any) -> Any:
+    if isinstance(value, jax.Array) or not _jax.is_array(aval):
+        return value
+    return lax.convert_element_type_p.bind(
+        np.asarray(value, aval.dtype),
+        new_dtype=aval.dtype,
+        weak_type=bool(aval.weak_type),
+        sharding=None,
+    )
 
 
 def jitted_program(jaxpr: _jax.Jaxpr, name: str, **options: Any) -> Any:

@@ -176,8 +176,12 @@ def repeat_of(level: Level, atom: Atom) -> Repeat | None:
     return Repeat(source, at, wide[axis], True, kept)
 
 
-def group_product(level: Level, eqn: _jax.Equation) -> "list[_jax.Equation] | None":
-    """A product that shares an axis along which one operand is repeated is one of its groups."""
+def group_product(level: Level, eqn: _jax.Equation) -> "list[_jax.Equation] | str | None":
+    """A product that shares an axis along which one operand is repeated is one of its groups.
+
+    Not if the other operand is larger: its reshape into groups would be saved for the gradient
+    beside it, which is more than the repeats.
+    """
     product = product_of(eqn)
     if product is None or 0 in _jax.array_type(eqn.outvars[0]).shape:
         return None
@@ -185,6 +189,9 @@ def group_product(level: Level, eqn: _jax.Equation) -> "list[_jax.Equation] | No
         repeat = repeat_of(level, product.operands[side])
         if repeat is None or repeat.axis not in product.batch[side]:
             continue
+        repeated, other = (_jax.array_type(product.operands[i]).size for i in (side, 1 - side))
+        if repeat.merged and other > repeated:
+            return f"the other operand is larger ({other} elements, {repeated} with repeats)"
         options = ("precision", "preferred_element_type")
         return level.write(
             eqn, _grouped, product.operands[1 - side], repeat.source, side=side,

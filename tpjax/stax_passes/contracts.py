@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpjax.stax_passes.engine import Bound, Recogniser, rows_of
-from tpjax.stax_passes.pipeline import PASSES
+from tpjax.stax_passes.pipeline import ON_REQUEST, PASSES
 from tpjax.stax_passes.plugins import PASS_GROUP, RULE_GROUP, Group, named, origin
 from tpjax.stax_passes.sweep import Pass
 
@@ -37,7 +37,10 @@ class Contract(NamedTuple):
     comes_from: str = "tpjax"
 
 
-def passes_once(passes: Iterable[Pass | tuple[Pass, ...]] = PASSES) -> tuple[Pass, ...]:
+EVERY: tuple[Pass | tuple[Pass, ...], ...] = (*PASSES, *ON_REQUEST)
+
+
+def passes_once(passes: Iterable[Pass | tuple[Pass, ...]] = EVERY) -> tuple[Pass, ...]:
     """Returns the passes in running order, groups opened, each once."""
     flat = (p for entry in passes for p in (entry if isinstance(entry, tuple) else (entry,)))
     return tuple(dict.fromkeys(flat))
@@ -49,7 +52,7 @@ def rules_of(run: Pass) -> tuple[Any, ...]:
 
 
 def all_contracts(
-    passes: Iterable[Pass | tuple[Pass, ...]] = PASSES, *, offered: bool = True
+    passes: Iterable[Pass | tuple[Pass, ...]] = EVERY, *, offered: bool = True
 ) -> tuple[Contract, ...]:
     """Returns the contract of every rule of the passes, in running order.
 

@@ -10,7 +10,7 @@ value computed at each step may have been kept for each step.
 What costs nothing to repeat stays (broadcasts, iota), and so does what would take more memory than
 it saves work: a value larger than what it is computed from, unless much work is in it. A value of
 fewer bits than what it is computed from stays too, as its gradient, a sum over all steps, would be
-summed in those bits.
+summed in those bits; so does a float16, whose sum may overflow.
 
 The same is done for a jit that is called several times, such as the layers of a Transformer: what
 no argument changes is computed before the first call.
@@ -24,6 +24,9 @@ import jax.numpy as jnp
 from tpjax.core import _jax, parts
 from tpjax.stax_passes.share import APART, FREE
 from tpjax.stax_passes.sweep import Atom, Edited, ExactRule, Level, sweeping_pass
+
+MOVES = frozenset({"transpose", "slice", "rev", "copy", "stop_gradient"})
+"""Primitives that XLA fuses into what reads them: taken out, the moved copy would be kept too."""
 
 HEAVY = frozenset({
     "dot_general", "conv_general_dilated", "ragged_dot_general", "sort", "top_k", "fft", "cumsum",
@@ -43,7 +46,10 @@ SLOW = frozenset({
 MAX_HELD = 64 * 2**20
 """Bytes up to which a slow elementwise value larger than its operands is kept over the loop."""
 
-MOVED = "the same bits; a gradient of a value taken out is summed in another order"
+MOVED = (
+    "the same bits; cotangents of a value taken out are summed before they are multiplied with the "
+    "derivative, and not after"
+)
 
 
 class _Hoister:
@@ -224,7 +230,7 @@ class _Invariants:
             wanted = [var for var in eqn.outvars if var in self.read]
             if not wanted:
                 continue
-            if eqn.primitive.name not in FREE and all(map(self._is_worth, wanted)):
+            if eqn.primitive.name not in FREE | MOVES and all(map(self._is_worth, wanted)):
                 exported.update(dict.fromkeys(wanted))
             else:
                 self.read.update(v for v in eqn.invars if isinstance(v, _jax.Var))
@@ -232,6 +238,8 @@ class _Invariants:
 
     def _is_worth(self, var: _jax.Var) -> bool:
         if any(_digits(leaf.aval) > _digits(var.aval) for leaf in self.leaves[var]):
+            return False
+        if is_short_range(var.aval):
             return False
         if not all(_jax.has_size(v.aval) for v in (var, *self.leaves[var])):
             return False
@@ -266,6 +274,11 @@ class _Invariants:
 def nbytes(aval: Any) -> int:
     """Returns the bytes of an array; of keys and the like, as if they were 32 bits."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+
+
+def is_short_range(aval: Any) -> bool:
+    """Returns whether a sum of cotangents of this type may overflow where its terms do not."""
+    return jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).maxexp < 128
 
 
 def _digits(aval: Any) -> int:

@@ -26,6 +26,9 @@ from tpjax.stax_passes.table import Table, table_pass
 Range = tuple[int, int, int]
 """First element, one past the last, step."""
 
+MAX_PIECES = 64
+"""Pieces up to which a concatenation takes in another, so that a growing one stays linear."""
+
 MOVED = "the same bits; gradients up to the order of their sums and the sign of zeros"
 
 
@@ -213,7 +216,9 @@ def nested_pieces(level: Level, eqn: _jax.Equation) -> _jax.Equation | None:
             pieces += made.invars
         else:
             pieces.append(x)
-    return None if len(pieces) == len(eqn.invars) else eqn.replace(invars=pieces)
+    if len(pieces) == len(eqn.invars) or len(pieces) > MAX_PIECES:
+        return None
+    return eqn.replace(invars=pieces)
 
 
 class _Run(NamedTuple):

@@ -39,8 +39,11 @@ CLEAN_UP: tuple[Pass, ...] = (
 )
 """The exact passes, a group: repeated until none of them finds anything."""
 
-FINISH: tuple[Pass, ...] = (*CLEAN_UP, narrow_moves, sink_broadcasts, simplify_products)
+FINISH: tuple[Pass, ...] = (*CLEAN_UP, sink_broadcasts, simplify_products)
 """The same with passes that may take a pattern apart, so that they run when all are found."""
+
+ON_REQUEST: tuple[Pass, ...] = (narrow_moves,)
+"""Passes that no program measured so far gains by (docs/log.md): only if asked for, by name."""
 
 PASSES: tuple[Pass | tuple[Pass, ...], ...] = (
     share_bodies,

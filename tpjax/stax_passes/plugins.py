@@ -19,7 +19,7 @@ from typing import Any
 
 from tpjax.core.errors import did_you_mean
 from tpjax.stax_passes.engine import rows_of
-from tpjax.stax_passes.pipeline import PASSES
+from tpjax.stax_passes.pipeline import ON_REQUEST, PASSES
 from tpjax.stax_passes.rules import Row
 
 
@@ -30,7 +30,8 @@ def _is_pass(value: Any) -> bool:
 
 
 def _built_in_passes() -> dict[str, Any]:
-    flat = [p for entry in PASSES for p in (entry if isinstance(entry, tuple) else (entry,))]
+    entries = (*PASSES, *ON_REQUEST)
+    flat = [p for entry in entries for p in (entry if isinstance(entry, tuple) else (entry,))]
     return {run.__name__: run for run in flat}
 
 

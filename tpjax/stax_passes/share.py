@@ -50,7 +50,11 @@ FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "pvary", "pc
 LAYER = "repeated_layer"
 """The name of a jit that `share_layers` made: one body of many calls stays one."""
 
-MERGED = "the same bits; a gradient is summed where the values merge, so it may round elsewhere"
+MERGED = (
+    "the same bits; cotangents are summed where the values merge, before they are multiplied with "
+    "the derivative and not after, so gradients may round elsewhere, or overflow at the end of the "
+    "dtype's range"
+)
 
 
 class _Merger:

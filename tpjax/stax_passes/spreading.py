@@ -22,6 +22,7 @@ from jax import lax
 
 from tpjax.core import _jax
 from tpjax.stax_passes.canonical import keeps_values, number
+from tpjax.stax_passes.hoist import is_short_range
 from tpjax.stax_passes.sweep import Atom, ExactRule, Level
 from tpjax.stax_passes.table import Table, table_pass
 
@@ -32,7 +33,7 @@ CONTRACT = (
 
 FUNCTIONS = (
     "abs", "add", "and", "ceil", "convert_element_type", "cos", "div", "eq", "expm1",
-    "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log1p", "logistic", "lt", "max",
+    "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log1p", "lt", "max",
     "min", "mul", "ne", "neg", "not", "or", "round", "rsqrt", "select_n", "sign", "sin", "sqrt",
     "square", "sub", "tanh", "xor",
 )  # fmt: skip
@@ -82,7 +83,7 @@ def sink_broadcast(level: Level, eqn: _jax.Equation) -> list[_jax.Equation] | No
         return None
     if eqn.params.get("sharding") is not None or not _jax.is_local(eqn.outvars[0].aval):
         return None
-    if _loses_digits(eqn):
+    if _loses_digits(eqn) or is_short_range(eqn.outvars[0].aval):
         return None
     first: Spread | None = None
     operands: list[Any] = []
