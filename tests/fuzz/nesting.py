@@ -27,7 +27,9 @@ def _operands(pool: Pool, count: int, *accept: Any) -> list[Any]:
     return [x for x in found if x is not None]
 
 
-def _step(pool: Pool, body: Body, *, closed: bool = False, skip: bool = False) -> Step:
+def _step(
+    pool: Pool, body: Body, *, closed: bool = False, skip: bool = False, forward: bool = False
+) -> Step:
     """Returns the body as a function that gives back the types that it is given.
 
     It sees values around it, unless `closed`; a value of which it makes no other passes through.
@@ -35,7 +37,7 @@ def _step(pool: Pool, body: Body, *, closed: bool = False, skip: bool = False) -
     around, numbers = ([] if closed else pool.values[-6:]), pool.numbers.rest
 
     def step(*values: Any) -> tuple[Any, ...]:
-        inner = Pool(values, around)
+        inner = Pool(values, around, forward=pool.forward or forward)
         inner.numbers.rest = numbers
         before = len(inner.values)
         if not skip:
@@ -151,8 +153,8 @@ def _custom_jvp(pool: Pool, body: Body) -> Any:
 
 def _custom_vjp(pool: Pool, body: Body) -> Any:
     (x,) = _operands(pool, 1, is_float) or (None,)
-    if x is None:
-        return None
+    if x is None or pool.forward:
+        return None  # JAX has no forward mode of it
     step = _step(pool, body, closed=True)
     fn = jax.custom_vjp(lambda x: step(x)[0])
     fn.defvjp(lambda x: (step(x)[0], x), lambda x, ct: (ct * 0.5 + x * 0,))
@@ -164,13 +166,10 @@ def _gradient(pool: Pool, body: Body) -> Any:
     (x,) = _operands(pool, 1, is_float) or (None,)
     if x is None:
         return None
-    step = _step(pool, body, closed=True)
-    if pool.numbers.below(2):
-        try:
-            return jax.jvp(lambda x: step(x)[0], (x,), (pool.other(x),))
-        except TypeError as error:  # JAX has no forward mode of a custom_vjp
-            if "custom_vjp" not in str(error):
-                raise
+    forward = bool(pool.numbers.below(2))
+    step = _step(pool, body, closed=True, forward=forward)
+    if forward:
+        return jax.jvp(lambda x: step(x)[0], (x,), (pool.other(x),))
     out, back = jax.vjp(lambda x: step(x)[0], x)
     return out, *back(pool.other(out))
 

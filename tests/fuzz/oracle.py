@@ -189,10 +189,9 @@ class Gradient:
         ]
         try:
             self.jaxpr = self._trace(jaxpr)
+            self.expected = self._evaluate(self.jaxpr)
         except Exception:  # JAX cannot: an ordered callback in a checkpoint, say
             self.state = "no gradient"
-        else:
-            self.expected = self._evaluate(self.jaxpr)
 
     def _trace(self, jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
         fn = vjp_of(jaxpr)

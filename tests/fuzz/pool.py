@@ -101,9 +101,11 @@ class Numbers:
 class Pool:
     """The values so far, oldest first; a body also sees some of the values around it."""
 
-    def __init__(self, values: Iterable[Any], around: Iterable[Any] = ()) -> None:
-        """Starts from the inputs of a program or of a body."""
-        self.values = [*around, *values]
+    def __init__(
+        self, values: Iterable[Any], around: Iterable[Any] = (), *, forward: bool = False
+    ) -> None:
+        """Starts from the inputs of a program or of a body; `forward` if that is under a jvp."""
+        self.values, self.forward = [*around, *values], forward
         self.numbers = Numbers(0)
 
     def add(self, *results: Any) -> None:
