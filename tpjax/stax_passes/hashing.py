@@ -2,12 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What equal equations have in common, as a key to look them up by."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
 from tpjax.core import _jax
+
+_known: ContextVar[dict[int, tuple[_jax.Equation, Hashable | None]] | None] = ContextVar(
+    "tpjax_signatures", default=None
+)
+"""By id, the equations and their signatures: most stay from one pass to the next."""
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Makes signatures once for all passes that run in the block."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def signature(eqn: _jax.Equation) -> Hashable | None:
@@ -16,6 +33,15 @@ def signature(eqn: _jax.Equation) -> Hashable | None:
     Its primitive, contexts, parameters and the types of its results. None: a parameter cannot be
     hashed.
     """
+    known = _known.get()
+    if known is None:
+        return _signature(eqn)
+    if id(eqn) not in known:
+        known[id(eqn)] = eqn, _signature(eqn)
+    return known[id(eqn)][1]
+
+
+def _signature(eqn: _jax.Equation) -> Hashable | None:
     try:
         params = tuple((name, _exact(eqn.params[name])) for name in sorted(eqn.params))
         key = eqn.primitive, eqn.ctx, params, tuple(var.aval for var in eqn.outvars)

@@ -17,6 +17,7 @@ from tpjax.stax_passes.canonical import canonicalise
 from tpjax.stax_passes.contraction import simplify_products
 from tpjax.stax_passes.dead import drop_dead_code
 from tpjax.stax_passes.fold import fold_constants
+from tpjax.stax_passes.hashing import remembered
 from tpjax.stax_passes.hoist import hoist_invariants
 from tpjax.stax_passes.layers import share_bodies, share_layers
 from tpjax.stax_passes.movement import simplify_moves
@@ -119,21 +120,31 @@ def run_passes(
     jaxpr: _jax.Jaxpr, passes: Sequence[Pass | tuple[Pass, ...]], step: Step
 ) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
     """Runs the passes in order, groups until they settle, each time by `step`; checks nothing."""
+    with remembered():
+        return _run(jaxpr, passes, step)
+
+
+def _run(
+    jaxpr: _jax.Jaxpr, passes: Sequence[Pass | tuple[Pass, ...]], step: Step
+) -> tuple[_jax.Jaxpr, tuple[Report, ...]]:
     reports: list[Report] = []
     for entry in passes:
         group, rounds = (entry, MAX_ROUNDS) if isinstance(entry, tuple) else ((entry,), 1)
         seen: list[list[Report]] = [[] for _ in group]
         failed: set[int] = set()
+        settled: dict[int, _jax.Jaxpr] = {}
         for _ in range(rounds):
             restless = None
             for i, run in enumerate(group):
-                if i in failed:
+                if i in failed or settled.get(i) is jaxpr:
                     continue
                 result, report, fault = step(jaxpr, run)
                 if fault is not None:
                     failed.add(i)
                     _warn(run, fault)
                 jaxpr = result
+                if not report.hits:
+                    settled[i] = jaxpr
                 seen[i].append(report)
                 restless = name_of(run) if report.hits else restless
             if restless is None:
