@@ -94,8 +94,8 @@ class _Sweep:
         for eqn in changed:
             ins = [value(atom) for atom in eqn.invars]
             first = makers.get(eqn.outvars[0]) if eqn.outvars else None
-            bodies = first is not None and bool(_jax.subjaxprs(eqn))
-            if bodies and self.bodies(first, eqn, env, ins, where):
+            bodies = _jax.subjaxprs(eqn)
+            if first is not None and bodies and self.bodies(first, eqn, env, ins, where):
                 continue
             outs = replayed(eqn, ins)
             for var, out in zip(eqn.outvars, outs, strict=True):
