@@ -47,7 +47,7 @@ def move(pool: Pool, x: Any) -> Any:
     axis = numbers.below(len(shape))
     match numbers.below(9) if shape else 8:
         case 0:
-            new = numbers.of(sorted(s for s in SHAPES if np.prod(s) == np.prod(shape)))
+            new = numbers.of(sorted({shape, *(s for s in SHAPES if np.prod(s) == np.prod(shape))}))
             return lax.reshape(x, new)
         case 1:
             order = np.roll(range(len(shape)), numbers.below(len(shape)) + 1)

@@ -29,7 +29,7 @@ MAX_BYTES = 2**20
 Evaluate = Callable[..., np.ndarray]
 
 
-class _Refused(Exception):
+class RefusedError(Exception):
     """The result is not the same everywhere; the message says why, to follow "not folded:"."""
 
 
@@ -49,17 +49,17 @@ def _remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _check_division(x: np.ndarray, y: np.ndarray) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise _Refused("a quotient of floats may differ by machine in its last bit")
+        raise RefusedError("a quotient of floats may differ by machine in its last bit")
     lowest = jnp.iinfo(x.dtype).min
     if (y == 0).any() or (lowest < 0 and ((x == lowest) | (y == lowest)).any()):
-        raise _Refused("the integer division is undefined or overflows")
+        raise RefusedError("the integer division is undefined or overflows")
 
 
 def _shift(how: Callable[[Any, Any], Any]) -> Evaluate:
     def evaluate(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         bits = 8 * x.dtype.itemsize
         if ((y < 0) | (y >= bits)).any():
-            raise _Refused("the shift is by more bits than there are")
+            raise RefusedError("the shift is by more bits than there are")
         return how(x, y).astype(x.dtype)
 
     return evaluate
@@ -73,7 +73,7 @@ def _shift_right_logical(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _select(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     index = which.astype(np.int64)
     if ((index < 0) | (index >= len(cases))).any():
-        raise _Refused("the index of select_n is out of range")
+        raise RefusedError("the index of select_n is out of range")
     result = cases[0]
     for i, case in enumerate(cases[1:], 1):
         result = np.where(index == i, case, result)
@@ -87,7 +87,7 @@ def _convert(x: np.ndarray, new_dtype: Any, weak_type: bool, sharding: Any) -> n
         info, wide = jnp.iinfo(new_dtype), x.astype(np.float64)
         inside = np.isfinite(wide) & (wide > float(info.min) - 1) & (wide < float(info.max))
         if not inside.all():
-            raise _Refused("the float is out of the integer's range")
+            raise RefusedError("the float is out of the integer's range")
     if new_dtype == np.bool_:
         return x != 0
     result = x.astype(new_dtype)
@@ -95,7 +95,7 @@ def _convert(x: np.ndarray, new_dtype: Any, weak_type: bool, sharding: Any) -> n
         # The way from a number that float32 does not hold may round there first.
         single = x.astype(np.float32)
         if (single.astype(x.dtype) != x).any() and not np.isnan(single).any():
-            raise _Refused("a machine may round the number in two steps")
+            raise RefusedError("a machine may round the number in two steps")
     return result
 
 
@@ -119,7 +119,7 @@ def _broadcast(
 
 def _reshape(x: np.ndarray, *, new_sizes: Any, dimensions: Any, sharding: Any) -> np.ndarray:
     if dimensions is not None:
-        raise _Refused("the reshape also permutes")
+        raise RefusedError("the reshape also permutes")
     del sharding
     return x.reshape(new_sizes)
 
@@ -131,7 +131,7 @@ def _slice(x: np.ndarray, *, start_indices: Any, limit_indices: Any, strides: An
 
 def _clamp(low: np.ndarray, x: np.ndarray, high: np.ndarray) -> np.ndarray:
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise _Refused("the order of -0.0 and 0.0 may differ by machine")
+        raise RefusedError("the order of -0.0 and 0.0 may differ by machine")
     return np.minimum(np.maximum(x, low), high)
 
 
@@ -139,7 +139,7 @@ def _extreme(how: Callable[[Any, Any], Any]) -> Evaluate:
     def evaluate(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         result = how(x, y)
         if jnp.issubdtype(x.dtype, jnp.inexact) and (result == 0).any():
-            raise _Refused("the order of -0.0 and 0.0 may differ by machine")
+            raise RefusedError("the order of -0.0 and 0.0 may differ by machine")
         return result
 
     return evaluate
@@ -184,7 +184,7 @@ DTYPES = frozenset(
 
 
 def compute(eqn: _jax.Equation, operands: list[np.ndarray]) -> np.ndarray:
-    """Returns the equation's result for the operands, or raises `_Refused`."""
+    """Returns the equation's result for the operands, or raises `RefusedError`."""
     name, aval = eqn.primitive.name, _jax.array_type(eqn.outvars[0])
     with np.errstate(all="ignore"):
         if name in MOVES:
@@ -204,10 +204,10 @@ def _check_numbers(result: np.ndarray, operands: list[np.ndarray]) -> None:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             continue
         if x is result and np.isnan(x).any():
-            raise _Refused("the result has NaN")
+            raise RefusedError("the result has NaN")
         size = np.abs(x.astype(np.float64))
         if ((size > 0) & (size < float(jnp.finfo(x.dtype).tiny))).any():
-            raise _Refused("a subnormal number may be flushed to zero")
+            raise RefusedError("a subnormal number may be flushed to zero")
 
 
 # -- the pass -------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class _Folder:
         try:
             self._check_bytes(level, eqn)
             value = compute(eqn, [self._value(atom) for atom in eqn.invars])
-        except _Refused as refusal:
+        except RefusedError as refusal:
             level.log.near_miss("fold", eqn, f"not folded: {refusal}")
             return eqn
         level.log.hit("fold", eqn)
@@ -269,7 +269,7 @@ class _Folder:
         largest = max(result, *(_nbytes(atom.aval) for atom in eqn.invars))
         if largest > MAX_BYTES:
             size, limit = (f"{n / 2**20:.3g} MiB" for n in (largest, MAX_BYTES))
-            raise _Refused(f"{size} of constants, the limit is {limit}")
+            raise RefusedError(f"{size} of constants, the limit is {limit}")
 
 
 def _foldable(aval: Any) -> bool:

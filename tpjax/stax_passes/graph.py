@@ -7,13 +7,15 @@ does not end at their border; the ones that no rewrite touched are emitted as th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tpjax.core import _jax
+from tpjax.stax_passes.fold import ELEMENTWISE, RefusedError, compute
+from tpjax.stax_passes.fold import MOVES as MOVES_ELEMENTS
 
 MAX_INLINED = 64
 """Equations of a jitted helper up to which a pattern may look through its border."""
@@ -232,7 +234,7 @@ class Graph:
             return None
         if node.name in MARKS_VARYING | MOVES_PLACES:
             return operands[0]
-        return np.asarray(_jax.evaluate(node.eqn, *operands)[0])
+        return _computed(node.eqn, operands)
 
     def scalar(self, value: int) -> float | None:
         """Returns the number that every element of the value has, if it depends on no input."""
@@ -271,6 +273,15 @@ class Graph:
         answer = value in self.outputs
         self._note("output", value, answer)
         return answer
+
+
+def _computed(eqn: _jax.Equation, operands: list[Any]) -> np.ndarray:
+    """Returns the equation's result: by NumPy where that is the same, as JAX compiles it first."""
+    if eqn.primitive.name in ELEMENTWISE or eqn.primitive.name in MOVES_ELEMENTS:
+        pairs = zip(operands, eqn.invars, strict=True)
+        with suppress(RefusedError):
+            return compute(eqn, [np.asarray(x, _jax.array_type(v).dtype) for x, v in pairs])
+    return np.asarray(_jax.evaluate(eqn, *operands)[0])
 
 
 def is_pure(node: Node) -> bool:

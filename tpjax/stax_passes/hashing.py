@@ -60,8 +60,12 @@ def literal_key(atom: Any) -> Hashable | None:
 
 def _exact(value: Any) -> Hashable:
     """Returns the parameter with its type, so that True is not 1 and -0.0 is not 0.0."""
+    kind = type(value)
+    if kind is tuple:  # a shape, most often
+        plain = all(type(one) is int for one in value)
+        return value if plain else tuple(map(_exact, value))
     if isinstance(value, float):
         return float, repr(value)
     if isinstance(value, tuple):
         return tuple(map(_exact, value))
-    return type(value), value
+    return kind, value
