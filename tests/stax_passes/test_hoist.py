@@ -166,3 +166,21 @@ def test_the_passes_have_nothing_to_do_the_second_time() -> None:
         once, _ = optimize(jax.make_jaxpr(fn)(X, ROWS, W))
         again, reports = optimize(once)
         assert again is once, [hit for report in reports for hit in report.hits]
+
+
+def test_an_unread_invariant_goes_with_what_it_reads() -> None:
+    """Found by random programs: it stayed, and what it reads was taken out."""
+
+    def fn(x: Any, w: Any) -> Any:
+        def turn(c: Any, _: Any) -> Any:
+            wide = w.astype(jnp.float32)
+            unread = wide * wide
+            del unread
+            return c + 1, jnp.sin(wide).astype(jnp.bfloat16)
+
+        return lax.scan(turn, x, None, 3)
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.float32(1), jnp.ones(3, jnp.bfloat16))
+    result, report = hoist_invariants(jaxpr)
+    assert report.hits
+    _jax.check(result)
