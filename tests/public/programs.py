@@ -44,6 +44,7 @@ PROGRAMS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
     "Llama, scan, remat": partial(transformers.llama, scan=True, remat=True),
     "Llama, loop, remat of layers": partial(transformers.llama, remat=True),
     "GPT, layers under jit": partial(transformers.gpt, jitted=True),
+    "GQA, weights kept": transformers.kept_weights,
     "T5 encoder": transformers.t5,
     "ViT": networks.vit,
     "ResNet": networks.resnet,

@@ -222,3 +222,28 @@ def t5(layers: int = 2) -> tuple[Any, tuple[Any, ...]]:
         return jnp.mean(x**2)
 
     return loss, (params, jax.ShapeDtypeStruct((2, length, width), jnp.float32))
+
+
+def kept_weights(width: int = 64, heads: int = 8, kv_heads: int = 2, length: int = 128) -> Any:
+    """Grouped-query attention in float32 whose weights a regulariser reads too."""
+    features = 16
+    bf16 = jnp.bfloat16
+    params = {
+        "query": jax.ShapeDtypeStruct((width, heads * features), bf16),
+        "key": jax.ShapeDtypeStruct((width, kv_heads * features), bf16),
+        "value": jax.ShapeDtypeStruct((width, kv_heads * features), bf16),
+    }
+
+    def loss(params: Any, x: Any) -> Any:
+        def split(name: str, count: int) -> Any:
+            return (x @ params[name]).reshape(*x.shape[:2], count, features)
+
+        k, v = (
+            jnp.repeat(split(name, kv_heads), heads // kv_heads, 2).astype("float32")
+            for name in ("key", "value")
+        )
+        scores = jnp.einsum("bthd,bshd->bhts", split("query", heads).astype("float32"), k)
+        weights = jax.nn.softmax(scores / features**0.5, -1)
+        return (jnp.einsum("bhts,bshd->bthd", weights, v) ** 2).sum() + (weights**2).sum()
+
+    return loss, (params, jax.ShapeDtypeStruct((2, length, width), bf16))
