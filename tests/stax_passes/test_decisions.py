@@ -281,6 +281,19 @@ def test_a_pass_of_somebody_else_is_told_by_its_code(store, runs):
         assert len(entries(store)) == count
 
 
+FACTOR = 3.0
+
+
+def test_a_rule_is_told_by_the_numbers_it_reads_from_its_module(store, monkeypatch):
+    triple = rule(lambda x: jnp.sin(x) * 2, lambda x: x * FACTOR, name="triple")
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
+    for count, factor in enumerate((3.0, 5.0), 1):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        result, _ = optimize_warm(jaxpr, with_rules(PASSES, (triple,)))
+        assert factor in [atom.val for eqn in result.eqns for atom in eqn.invars[1:]]
+        assert len(entries(store)) == count  # no entry of the other number is found
+
+
 def test_what_failed_is_not_kept(store):
     def broken(jaxpr: Any) -> Any:
         raise ZeroDivisionError

@@ -71,8 +71,15 @@ def _spelt_function(x: Any, depth: int) -> str:
             return f"{x.__module__}.{name}"  # a builtin
         raise UnstableError(f"{x!r:.60} ({type(x).__name__}) has no code that tells what it does")
     cells = [_cell(cell) for cell in x.__closure__ or ()]
-    held = [code, x.__defaults__, x.__kwdefaults__, cells]
+    held = [code, x.__defaults__, x.__kwdefaults__, cells, _global_values(x)]
     return f"{x.__module__}.{x.__qualname__}({_spelt(held, depth + 1)})"
+
+
+def _global_values(x: Any) -> dict[str, Any]:
+    """Returns the numbers, words and arrays that the function reads by global names."""
+    kinds = bool | int | float | complex | str | bytes | tuple | np.ndarray | jax.Array
+    named = {name: x.__globals__.get(name) for name in x.__code__.co_names}
+    return {name: value for name, value in named.items() if isinstance(value, kinds)}
 
 
 def _cell(cell: Any) -> Any:
