@@ -4,6 +4,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -178,3 +179,12 @@ def test_shapes() -> None:
     for wrong in ("k=f32[2] f32[2]", "k=f32[] k=f32[]", "f32[2,,3]", "f32[-1]", "f32(3)"):
         with pytest.raises(ValueError, match=r"^shapes: "):
             parse_shapes(wrong)
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{shlex.quote(sys.executable)} -m tpjax rules --json | head -n 1"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stdout.strip() == "["
+    assert done.stderr == ""

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import json
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -100,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except UsageError as error:
         print(f"tpjax: {error}", file=sys.stderr)
         return 2
