@@ -52,7 +52,7 @@ def _compare(name: str, fn: Any, tame: Any, odd: Any) -> bool:
         actual = evaluator(compiled, *args)
         if name in CLOSE:
             if np.isfinite(args[0]).all():
-                half = plain.out_avals[0].dtype == jnp.bfloat16
+                half = expected[0].dtype == jnp.bfloat16
                 assert_close(name, actual, expected, HALF if half else CLOSE[name])
             continue
         for x, y in zip(actual, expected, strict=True):
