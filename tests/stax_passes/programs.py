@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from tests.fuzz.evaluation import bits
 from tests.harness import assert_close
 from tpjax.core import _jax
 from tpjax.stax_passes.pipeline import CLEAN_UP, optimize
@@ -75,19 +76,7 @@ def assert_same_bits(what: str, actual: list[Any], expected: list[Any]) -> None:
     for x, y in zip(actual, expected, strict=True):
         a, b = jax.typeof(x), jax.typeof(y)
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type), (what, a, b)
-    assert_close(what, [_bits(x) for x in actual], [_bits(y) for y in expected], tol=0)
-
-
-def _bits(x: Any) -> np.ndarray:
-    if _jax.is_key(x):
-        x = jax.random.key_data(x)
-    x = np.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = np.stack([x.real, x.imag])
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    x = np.where(np.isnan(x), np.asarray(np.nan, x.dtype), x)
-    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
+    assert_close(what, [bits(x) for x in actual], [bits(y) for y in expected], tol=0)
 
 
 def rules_fired(
