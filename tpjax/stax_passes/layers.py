@@ -132,7 +132,7 @@ def _walk(jaxpr: _jax.Jaxpr, log: Log, done: dict[int, Any]) -> _jax.Jaxpr:
         same = all(a is b for a, b in zip(new, bodies, strict=True))
         eqns.append(eqn if same else _jax.with_subjaxprs(eqn, new))
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    while (called := _Level(jaxpr, eqns).called(log)) is not None:
+    while len(eqns) >= MIN_SAVED and (called := _Level(jaxpr, eqns).called(log)) is not None:
         eqns, changed = called, True
     result = _jax.edited(jaxpr, eqns, jaxpr.outvars) if changed else jaxpr
     done[id(jaxpr)] = (jaxpr, result)  # the key is an id: the jaxpr must live as long
@@ -157,8 +157,6 @@ class _Level:
 
     def called(self, log: Log) -> list[_jax.Equation] | None:
         """Returns the level with the run that saves most as calls, or None."""
-        if len(self.eqns) < MIN_SAVED:
-            return None
         found = max(self._repeats(), key=lambda runs: runs.saved, default=None)
         if found is None or found.saved < MIN_SAVED:
             return None

@@ -82,9 +82,9 @@ def attend_xla(
 
 
 def _grouped(x: Array, groups: tuple[int, int]) -> Array:
-    """Splits the head axis of [B, H or 1, T, S] into key/value heads and their queries."""
+    """Splits the head axis of [B, H or 1, T, S]: [B, K or 1, T, G or 1, S]."""
     batch, heads, *rest = x.shape
-    return x.reshape(batch, *(groups if heads > 1 else (1, 1)), *rest)
+    return x.reshape(batch, *(groups if heads > 1 else (1, 1)), *rest).swapaxes(2, 3)
 
 
 def _attend(
@@ -115,20 +115,28 @@ def _attend(
         first_query=first_query,
     )
     q = query.reshape(batch, num_queries, *groups, features)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, key, preferred_element_type=wide) * scale
+    # Letters: [b, k, t, g, s], the order in which the product makes them: nothing is transposed.
+    products = (((4,), (3,)), ((0, 2), (0, 2)))
+    scores = jax.lax.dot_general(q, key, products, preferred_element_type=wide) * scale
     if bias is not None:
         scores += _grouped(bias, groups).astype(wide)
     if visible is not None:
-        visible = _grouped(visible.reshape((1,) * (4 - visible.ndim) + visible.shape), groups)
         # 0 * NaN is NaN: a broken value leaves the product, and its scores tell of it instead.
         finite = jnp.isfinite(value)
-        broken = jnp.moveaxis(~finite.all(-1), 1, 2)[:, :, None, None, :]
+        broken = ~finite.all(-1).swapaxes(1, 2)[:, :, None, None, :]
         value = jnp.where(finite, value, 0)
         scores = jnp.where(broken, jnp.asarray(jnp.nan, wide), scores)
+        visible = _grouped(visible.reshape((1,) * (4 - visible.ndim) + visible.shape), groups)
         scores = jnp.where(visible, scores, jnp.asarray(-jnp.inf, wide))
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, jnp.zeros_like(top), top))
+    may_see_none = bias is not None or local_window_size is not None or any(x is not None for x in hidden)
+    if may_see_none:
+        top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
+    weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0, jnp.ones_like(total), total)).astype(value.dtype)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, value, preferred_element_type=wide)
-    return out.reshape(query.shape).astype(query.dtype)
+    if may_see_none:
+        total = jnp.where(total == 0, jnp.ones_like(total), total)
+    weights = (weights / total).astype(value.dtype)
+    products = (((4,), (1,)), ((0, 1), (0, 2)))
+    out = jax.lax.dot_general(weights, value, products, preferred_element_type=wide)
+    return jnp.moveaxis(out, 1, 2).reshape(query.shape).astype(query.dtype)
