@@ -129,7 +129,7 @@ def _attend(
         visible = _grouped(visible.reshape((1,) * (4 - visible.ndim) + visible.shape), groups)
         scores = jnp.where(visible, scores, jnp.asarray(-jnp.inf, wide))
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    may_see_none = bias is not None or local_window_size is not None or any(x is not None for x in hidden)
+    may_see_none = any(x is not None for x in (bias, local_window_size, *hidden))
     if may_see_none:
         top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
     weights = jnp.exp(scores - top)
