@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from tpjax.core._jax import is_tracer
 from tpjax.core.errors import message
 from tpjax.pallas import dispatch
-from tpjax.pallas.attention.implementations import IMPLEMENTATIONS, PARTITIONING
+from tpjax.pallas.attention.implementations import IMPLEMENTATIONS, partitioning_of
 
 OP = "flash_attention"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -86,6 +86,11 @@ def flash_attention(
         "scale": _scale(scale, features),
         "is_causal": _flag("is_causal", is_causal),
         "local_window_size": _window(local_window_size),
+        "alignment": "top_left",
+        "softcap": None,
+        "return_lse": False,
+        "return_max": False,
+        "deterministic": True,
     }
     if not math.prod(query.shape) or not num_keys:
         return jnp.zeros_like(query)
@@ -96,8 +101,14 @@ def flash_attention(
         "bias": _one_batch_axis(bias, tuple(batch)),
         "mask": _one_batch_axis(mask, tuple(batch)),
         **lengths,
+        "prefix_lengths": None,
+        "query_segment_ids": None,
+        "key_value_segment_ids": None,
+        "alibi_slopes": None,
+        "sinks": None,
     }
-    out = dispatch.call(OP, IMPLEMENTATIONS, operands, options, implementation, PARTITIONING)
+    split = partitioning_of(return_lse=False, return_max=False)
+    out = dispatch.call(OP, IMPLEMENTATIONS, operands, options, implementation, split)
     return out.reshape(query.shape)
 
 

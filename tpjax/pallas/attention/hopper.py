@@ -18,6 +18,24 @@ from tpjax.pallas.dispatch import current_target
 from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16")
+ABSENT = (
+    "bias",
+    "mask",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "prefix_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "alibi_slopes",
+    "sinks",
+)
+ABSENT_OPTIONS = {
+    "local_window_size": None,
+    "alignment": "top_left",
+    "softcap": None,
+    "return_lse": False,
+    "return_max": False,
+}
 OUT_NAME, LSE_NAME = "flash_attention_out", "flash_attention_lse"
 """Names under which a rematerialisation policy can keep what the backward pass needs."""
 
@@ -34,11 +52,14 @@ class Residuals(NamedTuple):
 
 def unsupported(key: Key) -> str | None:
     """Returns why the kernels cannot run a call, or None."""
-    for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
+    for name in ABSENT:
         if key.given(name):
             return f"it has {name}, which the kernel does not take"
-    if key.option("local_window_size") is not None:
-        return "it has local_window_size, which the kernel does not take"
+    for name, without in ABSENT_OPTIONS.items():
+        if key.option(name) != without:
+            return f"it has {name}, which the kernel does not take"
+    if key.aval("query").shape[-1] != key.aval("value").shape[-1]:
+        return "its values are of another width than its keys, which the kernel does not take"
     query = key.aval("query")
     if str(query.dtype) not in DTYPES:
         return f"its dtype is {query.dtype}; the kernel takes {' and '.join(DTYPES)}"
@@ -79,14 +100,22 @@ def attend_hopper(
     mask: None,
     query_seq_lengths: None,
     key_value_seq_lengths: None,
+    prefix_lengths: None,
+    query_segment_ids: None,
+    key_value_segment_ids: None,
+    alibi_slopes: None,
+    sinks: None,
     *,
     scale: float,
     is_causal: bool,
     local_window_size: None,
+    alignment: str,
+    softcap: None,
+    return_lse: bool,
+    return_max: bool,
+    deterministic: bool,
 ) -> Array:
     """Returns attention [B, T, H, D] of operands that `unsupported` lets pass."""
-    absent = (bias, mask, query_seq_lengths, key_value_seq_lengths, local_window_size)
-    assert all(x is None for x in absent)
     # The backward pass is traced later, perhaps outside of `tpjax.use`: the plan keeps the choice.
     interpret = current_target().interpret
     features = query.shape[-1]

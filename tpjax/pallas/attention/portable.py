@@ -37,10 +37,20 @@ def attend_xla(
     mask: Array | None,
     query_seq_lengths: Array | None,
     key_value_seq_lengths: Array | None,
+    prefix_lengths: Array | None = None,
+    query_segment_ids: Array | None = None,
+    key_value_segment_ids: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
     *,
     scale: float,
     is_causal: bool,
     local_window_size: tuple[int, int] | None,
+    alignment: str = "top_left",
+    softcap: float | None = None,
+    return_lse: bool = False,
+    return_max: bool = False,
+    deterministic: bool = True,
 ) -> Array:
     """Returns attention [B, T, H, D]; bias and mask are [B or 1, H or 1, T or 1, S or 1]."""
     hidden = _Hidden(mask, query_seq_lengths, key_value_seq_lengths)
