@@ -5,25 +5,20 @@
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from tpjax.core._jax import is_tracer
-from tpjax.core.errors import message
+from tpjax.core.attention import attention_reference
 from tpjax.pallas import dispatch
+from tpjax.pallas.attention import checks
+from tpjax.pallas.attention.arguments import Operands, Options
 from tpjax.pallas.attention.implementations import IMPLEMENTATIONS, partitioning_of
 
-OP = "flash_attention"
-DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-
-def flash_attention(
+def flash_attention(  # long: twenty arguments, each explained
     query: Float[Array, "*B T H D"],
     key: Float[Array, "*B S K D"],
-    value: Float[Array, "*B S K D"],
+    value: Float[Array, "*B S K V"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | None = None,
     *,
@@ -32,30 +27,60 @@ def flash_attention(
     query_seq_lengths: Int[Array, "*B"] | None = None,
     key_value_seq_lengths: Int[Array, "*B"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    alignment: str = "top_left",
+    prefix_lengths: Int[Array, "*B"] | None = None,
+    query_segment_ids: Int[Array, "*B T"] | None = None,
+    key_value_segment_ids: Int[Array, "*B S"] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Float[Array, "... H"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    return_lse: bool = False,
+    return_max: bool = False,
+    deterministic: bool = True,
     implementation: str | None = None,
-) -> Float[Array, "*B T H D"]:
-    """Returns the visible values averaged with the softmax of scaled query-key products as weights.
+) -> Float[Array, "*B T H V"] | Any:
+    """Returns the visible values averaged with the softmax of the scores as weights.
 
-    Names and meaning are those of `jax.nn.dot_product_attention`, but for a query that sees no key:
-    it gives 0 here, and gradient 0. Scores and softmax are float32 (float64 for float64 inputs).
+        score[t, s] = softcap(scale query[t] . key[s]) - slope |p(t) - s| + bias[t, s]
+
+    Names and meaning are those of `jax.nn.dot_product_attention` where it has them, but for a query
+    that sees no key: it gives 0 here, and gradient 0. Scores and softmax are float32 (float64 for
+    float64 inputs). A key is visible where every argument that is given lets it be.
 
     Args:
       query: [*B, T, H, D], bfloat16, float16, float32 or float64.
       key: [*B, S, K, D] of the same dtype; H is a multiple of K, and query head h reads key head
         h // (H // K).
-      value: like `key`.
-      bias: added to the scaled scores; broadcastable to [*B, H, T, S]; None adds nothing.
+      value: [*B, S, K, V] of the same dtype; V may differ from D.
+      bias: added to the scores; broadcastable to [*B, H, T, S]; None adds nothing.
       mask: true where a query may see a key; broadcastable to [*B, H, T, S]; None hides nothing.
-      scale: factor of the scores, a positive or negative number; None means 1 / sqrt(D).
-      is_causal: hides keys after the query; both are counted from the front, whatever T and S are.
-      query_seq_lengths: queries from this position on give 0; None means T.
-      key_value_seq_lengths: keys from this position on are hidden; None means S.
-      local_window_size: how many keys to the left and to the right of its own position a query
-        sees; one number means both; None means all.
+      scale: factor of the products, a positive or negative number; None means 1 / sqrt(D).
+      is_causal: hides the keys s > p(t).
+      query_seq_lengths: [*B], up to T; queries from this position on give 0; None means T.
+      key_value_seq_lengths: [*B], up to S; keys from this position on are hidden; None means S.
+      local_window_size: (left, right), or one number for both: hides all keys but those in
+        p(t) - left <= s <= p(t) + right; None hides nothing.
+      alignment: where a query stands among the keys: "top_left", p(t) = t, or "bottom_right",
+        p(t) = t + S - T with the lengths given for S and T: the last query stands at the last key.
+      prefix_lengths: [*B]; of the first so many keys `is_causal`, which must be set, hides none; a
+        window does. None means 0.
+      query_segment_ids: [*B, T], integers of at most 32 bits in value; a query sees only keys of
+        its own segment. None means one segment.
+      key_value_segment_ids: [*B, S]; None means `query_segment_ids`, where T = S.
+      softcap: bounds the products by cap * tanh(x / cap); above 0; None leaves them as they are.
+      alibi_slopes: [H] or [*B, H], how much of a score a head takes off for each token of distance
+        (Press et al. 2022); has a gradient. None means 0.
+      sinks: [H], one more score of a head, of a key without a value; has a gradient. None has none.
+      return_lse: returns too the log of the sum of the exponentials of a query's visible scores,
+        and of the sink: natural, [*B, T, H] float32 (float64 for float64), with a gradient; -inf,
+        or the sink, where nothing is visible.
+      return_max: returns too the largest visible score, [*B, T, H] as lse, without a gradient; -inf
+        where nothing is visible.
+      deterministic: False lets a kernel's backward pass sum in an order that varies, for speed.
       implementation: "pallas" or "xla"; None chooses.
 
     Returns:
-      [*B, T, H, D] of the dtype of `query`.
+      [*B, T, H, V] of the dtype of `query`; or a tuple of it, then lse, then max, as asked for.
 
     Raises:
       ValueError: a wrong shape or value.
@@ -67,155 +92,54 @@ def flash_attention(
       >>> x = jax.random.normal(jax.random.key(0), (2, 16, 4, 64), jnp.bfloat16)
       >>> flash_attention(x, x[:, :, :2], x[:, :, :2], is_causal=True).shape
       (2, 16, 4, 64)
+      >>> out, lse = flash_attention(x, x, x, local_window_size=(3, 0), return_lse=True)
+      >>> lse.shape, str(lse.dtype)
+      ((2, 16, 4), 'float32')
 
     Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3).
     """
-    _check_tensors(query, key, value)
-    *batch, num_queries, heads, features = query.shape
-    num_keys = key.shape[-3]
-    scores = (*batch, heads, num_queries, num_keys)
-    _check_scores_like("bias", bias, scores)
-    _check_scores_like("mask", mask, scores)
-    lengths = {
-        "query_seq_lengths": _lengths("query_seq_lengths", query_seq_lengths, tuple(batch)),
-        "key_value_seq_lengths": _lengths(
-            "key_value_seq_lengths", key_value_seq_lengths, tuple(batch)
+    checks.check_tensors(query, key, value)
+    *lead, num_queries, heads, features = query.shape
+    batch, num_keys = tuple(lead), key.shape[-3]
+    for name, x in (("bias", bias), ("mask", mask)):
+        checks.check_scores_like(name, x, (*batch, heads, num_queries, num_keys))
+    options = Options(
+        scale=checks.scale(scale, features),
+        is_causal=checks.flag("is_causal", is_causal),
+        local_window_size=checks.window(local_window_size, num_queries + num_keys),
+        alignment=checks.alignment(alignment),
+        softcap=checks.softcap(softcap),
+        return_lse=checks.flag("return_lse", return_lse),
+        return_max=checks.flag("return_max", return_max),
+        deterministic=checks.flag("deterministic", deterministic),
+    )
+    segments = checks.segments(
+        query_segment_ids, key_value_segment_ids, batch, num_queries, num_keys
+    )
+    operands = Operands(
+        query=query.reshape(math.prod(batch), *query.shape[-3:]),
+        key=key.reshape(math.prod(batch), *key.shape[-3:]),
+        value=value.reshape(math.prod(batch), *value.shape[-3:]),
+        bias=checks.one_batch_axis(bias, batch),
+        mask=checks.one_batch_axis(mask, batch),
+        query_seq_lengths=checks.lengths(
+            "query_seq_lengths", query_seq_lengths, batch, num_queries
         ),
-    }
-    options = {
-        "scale": _scale(scale, features),
-        "is_causal": _flag("is_causal", is_causal),
-        "local_window_size": _window(local_window_size),
-        "alignment": "top_left",
-        "softcap": None,
-        "return_lse": False,
-        "return_max": False,
-        "deterministic": True,
-    }
-    if not math.prod(query.shape) or not num_keys:
-        return jnp.zeros_like(query)
-    operands = {
-        "query": query.reshape(-1, *query.shape[-3:]),
-        "key": key.reshape(-1, *key.shape[-3:]),
-        "value": value.reshape(-1, *value.shape[-3:]),
-        "bias": _one_batch_axis(bias, tuple(batch)),
-        "mask": _one_batch_axis(mask, tuple(batch)),
-        **lengths,
-        "prefix_lengths": None,
-        "query_segment_ids": None,
-        "key_value_segment_ids": None,
-        "alibi_slopes": None,
-        "sinks": None,
-    }
-    split = partitioning_of(return_lse=False, return_max=False)
-    out = dispatch.call(OP, IMPLEMENTATIONS, operands, options, implementation, split)
-    return out.reshape(query.shape)
-
-
-def _check_tensors(query: Any, key: Any, value: Any) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, jax.Array | np.ndarray):
-            remedy = "Convert it with jax.numpy.asarray."
-            raise TypeError(message(OP, name, "an array", type(x).__name__, remedy))
-        if str(x.dtype) not in DTYPES:
-            raise TypeError(message(OP, name, f"of dtype {', '.join(DTYPES)}", x.dtype, "Cast it."))
-        if x.dtype != query.dtype:
-            must = f"of query's dtype {query.dtype}"
-            raise TypeError(message(OP, name, must, x.dtype, "Cast one of them."))
-    if query.ndim < 3:
-        raise ValueError(message(OP, "query", "of rank 3 or more, [*B, T, H, D]", query.shape))
-    *batch, _, heads, features = query.shape
-    for name, x in (("key", key), ("value", value)):
-        if x.ndim != query.ndim:
-            must = f"of query's rank {query.ndim}, [*B, S, K, D]"
-            raise ValueError(message(OP, name, must, f"shape {x.shape}"))
-        if list(x.shape[:-3]) != batch:
-            must = f"of query's leading axes {tuple(batch)}"
-            raise ValueError(message(OP, name, must, f"shape {x.shape}", "Broadcast it first."))
-        if x.shape[-1] != features:
-            must = f"of query's {features} features in the last axis"
-            raise ValueError(message(OP, name, must, f"shape {x.shape}"))
-    if value.shape != key.shape:
-        raise ValueError(message(OP, "value", f"of key's shape {key.shape}", value.shape))
-    if not key.shape[-2] or heads % key.shape[-2]:
-        remedy = f"Query has {heads} heads; key and value may have any divisor of that."
-        must = "of a number of heads that divides query's"
-        raise ValueError(message(OP, "key", must, f"{key.shape[-2]} heads", remedy))
-
-
-def _check_scores_like(name: str, x: Any, scores: tuple[int, ...]) -> None:
-    """Checks an operand that is broadcast to the scores [*B, H, T, S]."""
-    if x is None:
-        return
-    if not isinstance(x, jax.Array | np.ndarray):
-        remedy = "Convert it with jax.numpy.asarray."
-        raise TypeError(message(OP, name, "an array or None", type(x).__name__, remedy))
-    if name == "mask" and x.dtype != np.bool_:
-        remedy = "Pass numbers to be added to the scores as bias."
-        raise TypeError(message(OP, name, "boolean", x.dtype, remedy))
-    if name == "bias" and str(x.dtype) not in DTYPES:
-        remedy = "Pass booleans as mask."
-        raise TypeError(message(OP, name, f"of dtype {', '.join(DTYPES)}", x.dtype, remedy))
-    ends = zip(reversed(x.shape), reversed(scores), strict=False)
-    if x.ndim > len(scores) or any(a not in (1, b) for a, b in ends):
-        must = f"broadcastable to the scores [*B, H, T, S] = {scores}"
-        raise ValueError(message(OP, name, must, f"shape {x.shape}"))
-
-
-def _lengths(name: str, x: Any, batch: tuple[int, ...]) -> Array | None:
-    """Checks lengths [*B], or [1] without batch axes, and returns them with one axis."""
-    if x is None:
-        return None
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
-        got = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(message(OP, name, "an integer array or None", got))
-    if x.shape != batch and not (batch == () and x.shape == (1,)):
-        must = f"of shape {batch}, one length for each sequence"
-        raise ValueError(message(OP, name, must, f"shape {x.shape}"))
-    return jnp.asarray(x, jnp.int32).reshape(-1)
-
-
-def _scale(scale: Any, features: int) -> float:
-    if scale is None:
-        return max(features, 1) ** -0.5
-    if is_tracer(scale) or np.ndim(scale) or isinstance(scale, bool):
-        remedy = "Multiply query by it where it is computed."
-        raise TypeError(message(OP, "scale", "a number known when tracing", scale, remedy))
-    try:
-        number = float(scale)
-    except (TypeError, ValueError):
-        raise TypeError(message(OP, "scale", "a number or None", repr(scale))) from None
-    if not math.isfinite(number):
-        raise ValueError(message(OP, "scale", "finite", scale))
-    return number
-
-
-def _flag(name: str, x: Any) -> bool:
-    if not isinstance(x, bool | np.bool_):
-        raise TypeError(message(OP, name, "True or False", repr(x)))
-    return bool(x)
-
-
-def _window(window: Any) -> tuple[int, int] | None:
-    if window is None:
-        return None
-    pair = window if isinstance(window, tuple | list) else (window, window)
-    must = "a number of keys, a pair (left, right) of them, or None"
-    if len(pair) != 2 or not all(isinstance(n, int | np.integer) for n in pair):
-        raise TypeError(message(OP, "local_window_size", must, repr(window)))
-    left, right = (int(n) for n in pair)
-    if left < 0 or right < 0:
-        raise ValueError(message(OP, "local_window_size", "zero or more on both sides", window))
-    return left, right
-
-
-def _one_batch_axis(x: Any, batch: tuple[int, ...]) -> Array | None:
-    """Returns a bias or mask as [B or 1, H or 1, T or 1, S or 1]."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
-    lead, rest = x.shape[: len(batch)], x.shape[len(batch) :]
-    if math.prod(lead) == 1:
-        return x.reshape(1, *rest)
-    return jnp.broadcast_to(x, (*batch, *rest)).reshape(-1, *rest)
+        key_value_seq_lengths=checks.lengths(
+            "key_value_seq_lengths", key_value_seq_lengths, batch, num_keys
+        ),
+        prefix_lengths=checks.prefix_lengths(prefix_lengths, batch, num_keys, options.is_causal),
+        query_segment_ids=segments[0],
+        key_value_segment_ids=segments[1],
+        alibi_slopes=checks.slopes(alibi_slopes, batch, heads, query.dtype),
+        sinks=checks.sinks(sinks, heads, query.dtype),
+    )
+    if math.prod((*batch, num_queries, heads, num_keys)):
+        split = partitioning_of(options.return_lse, options.return_max)
+        named = operands._asdict(), options._asdict()
+        results = dispatch.call(checks.OP, IMPLEMENTATIONS, *named, implementation, split)
+    else:  # nothing to attend from or to
+        results = attention_reference(**operands._asdict(), **options._asdict())
+    if isinstance(results, tuple):
+        return tuple(x.reshape(*query.shape[:-2], *x.shape[2:]) for x in results)
+    return results.reshape(*query.shape[:-1], value.shape[-1])

@@ -9,86 +9,81 @@ the backward pass.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tpjax.core.attention import score_dtype, visibility
+from tpjax.core.attention import position_shift, positions, score_dtype, visibility
+from tpjax.pallas.attention.arguments import Operands, Options
 
 MAX_SCORE_BYTES = 1 << 28
 """Scores beyond this many bytes are formed in blocks of queries that stay below it."""
 
-
-class _Hidden(NamedTuple):
-    """What hides keys from queries, for all queries; options are static."""
-
-    mask: Array | None
-    query_seq_lengths: Array | None
-    key_value_seq_lengths: Array | None
+QUERY_AXIS = {"query": 1, "bias": 2, "mask": 2, "query_segment_ids": 1}
+"""Which axis of an operand counts the queries."""
 
 
-def attend_xla(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    mask: Array | None,
-    query_seq_lengths: Array | None,
-    key_value_seq_lengths: Array | None,
-    prefix_lengths: Array | None = None,
-    query_segment_ids: Array | None = None,
-    key_value_segment_ids: Array | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    *,
-    scale: float,
-    is_causal: bool,
-    local_window_size: tuple[int, int] | None,
-    alignment: str = "top_left",
-    softcap: float | None = None,
-    return_lse: bool = False,
-    return_max: bool = False,
-    deterministic: bool = True,
-) -> Array:
-    """Returns attention [B, T, H, D]; bias and mask are [B or 1, H or 1, T or 1, S or 1]."""
-    hidden = _Hidden(mask, query_seq_lengths, key_value_seq_lengths)
-    options = {"scale": scale, "is_causal": is_causal, "local_window_size": local_window_size}
-    batch, num_queries, heads, _ = query.shape
-    row_bytes = 4 * batch * heads * key.shape[1]
+def attend_xla(*operands: Array | None, **options: Any) -> Any:
+    """Returns attention [B, T, H, V], then lse and max [B, T, H] if asked for.
+
+    Args:
+      operands: those of `Operands`, in order; those left out are None.
+      options: those of `Options`.
+    """
+    given, static = Operands(*operands), Options(**options)  # pyright: ignore[reportArgumentType]
+    batch, num_queries, heads, _ = given.query.shape
+    shift = position_shift(
+        num_queries,
+        given.key.shape[1],
+        static.alignment,
+        given.query_seq_lengths,
+        given.key_value_seq_lengths,
+    )
+    row_bytes = 4 * batch * heads * given.key.shape[1]
     block = max(1, MAX_SCORE_BYTES // row_bytes)
     if num_queries <= block:
-        return _attend(query, key, value, bias, hidden, 0, **options)
+        return _results(_attend(given, static, 0, shift))
     block = 1 << (block.bit_length() - 1)
     num_blocks = math.ceil(num_queries / block)
     rest = num_blocks * block - num_queries
 
-    def split(x: Array | None, axis: int) -> Array | None:
-        """Puts blocks of queries in front; None where all queries share the same."""
-        if x is None or x.shape[axis] == 1:
-            return None
+    def split(x: Array, axis: int) -> Array:
+        """Puts blocks of queries in front."""
         pads = [(0, rest if a == axis else 0) for a in range(x.ndim)]
         shape = (*x.shape[:axis], num_blocks, block, *x.shape[axis + 1 :])
         return jnp.moveaxis(jnp.pad(x, pads).reshape(shape), axis, 0)
 
-    # Float32 here makes the blocks' gradients of key and value add up in float32.
-    wide = score_dtype(key.dtype)
-    key_wide, value_wide = key.astype(wide), value.astype(wide)
+    parts = {
+        name: split(x, axis)
+        for name, axis in QUERY_AXIS.items()
+        if (x := getattr(given, name)) is not None and x.shape[axis] == num_queries
+    }
+    # Float32 here makes the blocks' gradients of what they share add up in float32.
+    wide = score_dtype(given.key.dtype)
+    shared = {
+        n: x.astype(wide)
+        for n in ("key", "value", "bias")
+        if (x := getattr(given, n)) is not None and n not in parts
+    }
 
     @jax.checkpoint
-    def one(_: None, blocks: tuple) -> tuple[None, Array]:
-        first, q, own_bias, own_mask = blocks
-        own = hidden._replace(mask=mask if own_mask is None else own_mask)
-        used_bias = bias if own_bias is None else own_bias
-        k, v = key_wide.astype(key.dtype), value_wide.astype(value.dtype)
-        return None, _attend(q, k, v, used_bias, own, first, **options)
+    def one(_: None, xs: tuple[Array, dict[str, Array]]) -> tuple[None, list[Array]]:
+        first, own = xs
+        narrow = {n: x.astype(getattr(given, n).dtype) for n, x in shared.items()}
+        return None, _attend(given._replace(**own, **narrow), static, first, shift)
 
     starts = jnp.arange(num_blocks, dtype=jnp.int32) * block
-    blocks = (starts, split(query, 1), split(bias, 2), split(mask, 2))
-    _, out = jax.lax.scan(one, None, blocks)
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, num_blocks * block, heads, -1)
-    return out[:, :num_queries]
+    _, outs = jax.lax.scan(one, None, (starts, parts))
+    outs = [jnp.moveaxis(x, 0, 1) for x in outs]
+    whole = [x.reshape(batch, num_blocks * block, *x.shape[3:])[:, :num_queries] for x in outs]
+    return _results(whole)
+
+
+def _results(outs: list[Array]) -> Any:
+    out, *statistics = outs
+    return (out, *(x[..., 0] for x in statistics)) if statistics else out
 
 
 def _grouped(x: Array, groups: tuple[int, int]) -> Array:
@@ -97,56 +92,109 @@ def _grouped(x: Array, groups: tuple[int, int]) -> Array:
     return x.reshape(batch, *(groups if heads > 1 else (1, 1)), *rest).swapaxes(2, 3)
 
 
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    hidden: _Hidden,
-    first_query: int | Array,
-    *,
-    scale: float,
-    is_causal: bool,
-    local_window_size: tuple[int, int] | None,
-) -> Array:
-    """Attends from the queries that start at position `first_query`, all scores at once."""
+def _visible(given: Operands, static: Options, first: int | Array, shift: int | Array) -> Any:
+    """Returns which keys the queries see, [B or 1, H or 1, T or 1, S or 1], or None for all."""
+    visible = visibility(
+        given.query.shape[1],
+        given.key.shape[1],
+        given.mask,
+        is_causal=static.is_causal,
+        query_seq_lengths=given.query_seq_lengths,
+        key_value_seq_lengths=given.key_value_seq_lengths,
+        local_window_size=static.local_window_size,
+        prefix_lengths=given.prefix_lengths,
+        query_segment_ids=given.query_segment_ids,
+        key_value_segment_ids=given.key_value_segment_ids,
+        first_query=first,
+        shift=shift,
+    )
+    return None if visible is None else visible.reshape((1,) * (4 - visible.ndim) + visible.shape)
+
+
+def _scores(given: Operands, static: Options, first: int | Array, shift: int | Array) -> Array:
+    """Returns the scores [b, k, t, g, s], of what is visible and of what is not.
+
+    That is the order in which the product makes them: nothing is transposed.
+    """
+    query, key = given.query, given.key
     batch, num_queries, heads, features = query.shape
     num_keys, kv_heads = key.shape[1:3]
     groups = (kv_heads, heads // kv_heads)
     wide = score_dtype(query.dtype)
-    visible = visibility(
-        num_queries,
-        num_keys,
-        hidden.mask,
-        is_causal=is_causal,
-        query_seq_lengths=hidden.query_seq_lengths,
-        key_value_seq_lengths=hidden.key_value_seq_lengths,
-        local_window_size=local_window_size,
-        first_query=first_query,
-    )
     q = query.reshape(batch, num_queries, *groups, features)
-    # Letters: [b, k, t, g, s], the order in which the product makes them: nothing is transposed.
     products = (((4,), (3,)), ((0, 2), (0, 2)))
-    scores = jax.lax.dot_general(q, key, products, preferred_element_type=wide) * scale
-    if bias is not None:
-        scores += _grouped(bias, groups).astype(wide)
+    scores = jax.lax.dot_general(q, key, products, preferred_element_type=wide) * static.scale
+    if static.softcap is not None:
+        scores = static.softcap * jnp.tanh(scores / static.softcap)
+    if given.alibi_slopes is not None:
+        at, other = positions(num_queries, num_keys, first, shift)
+        distance = jnp.abs(at - other).astype(wide).reshape(-1, 1, num_queries, num_keys)
+        slopes = given.alibi_slopes[:, :, None, None]
+        scores -= _grouped(slopes, groups) * _grouped(distance, groups)
+    if given.bias is not None:
+        scores += _grouped(given.bias, groups).astype(wide)
+    return scores
+
+
+def _attend(
+    given: Operands, static: Options, first: int | Array, shift: int | Array
+) -> list[Array]:
+    """Returns out [B, T, H, V] and asked statistics [B, T, H, 1] of queries from number `first` on.
+
+    All scores are formed at once.
+    """
+    value, kv_heads = given.value, given.key.shape[2]
+    *rows, heads, _ = given.query.shape
+    scores = _scores(given, static, first, shift)
+    wide = scores.dtype
+    nan, infinity = (jnp.asarray(x, wide) for x in (jnp.nan, jnp.inf))
+    with_statistics = static.return_lse or static.return_max
+    visible, sees_broken = _visible(given, static, first, shift), None
     if visible is not None:
-        # 0 * NaN is NaN: a broken value leaves the product, and its scores tell of it instead.
+        visible = _grouped(visible, (kv_heads, heads // kv_heads))
+        # 0 * NaN is NaN: a broken value leaves the product, and its scores tell of it instead,
+        # unless they are asked for themselves.
         finite = jnp.isfinite(value)
         broken = ~finite.all(-1).swapaxes(1, 2)[:, :, None, None, :]
         value = jnp.where(finite, value, 0)
-        scores = jnp.where(broken, jnp.asarray(jnp.nan, wide), scores)
-        visible = _grouped(visible.reshape((1,) * (4 - visible.ndim) + visible.shape), groups)
-        scores = jnp.where(visible, scores, jnp.asarray(-jnp.inf, wide))
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    may_see_none = any(x is not None for x in (bias, local_window_size, *hidden))
+        if with_statistics:
+            sees_broken = (visible & broken).any(-1, keepdims=True)
+        else:
+            scores = jnp.where(broken, nan, scores)
+        scores = jnp.where(visible, scores, -infinity)
+    top = base = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    sink = None
+    if given.sinks is not None:
+        sink = given.sinks.reshape(1, kv_heads, 1, -1, 1)
+        base = jnp.maximum(top, jax.lax.stop_gradient(sink))
+    may_see_none = _may_see_none(given, static, shift)
     if may_see_none:
-        top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
-    weights = jnp.exp(scores - top)
+        base = jnp.where(base == -jnp.inf, jnp.zeros_like(base), base)
+    weights = jnp.exp(scores - base)
     total = weights.sum(-1, keepdims=True)
+    if sink is not None:
+        total += jnp.exp(sink - base)
+    nothing = total == 0
     if may_see_none:
-        total = jnp.where(total == 0, jnp.ones_like(total), total)
+        total = jnp.where(nothing, jnp.ones_like(total), total)
+    statistics = []
+    if static.return_lse:
+        lse = jnp.log(total) + base
+        statistics.append(jnp.where(nothing, -infinity, lse) if may_see_none else lse)
+    if static.return_max:
+        statistics.append(top)
+    if sees_broken is not None:
+        total = jnp.where(sees_broken, nan, total)
     weights = (weights / total).astype(value.dtype)
     products = (((4,), (1,)), ((0, 1), (0, 2)))
     out = jax.lax.dot_general(weights, value, products, preferred_element_type=wide)
-    return jnp.moveaxis(out, 1, 2).reshape(query.shape).astype(query.dtype)
+    outs = (out.astype(value.dtype), *statistics)
+    return [jnp.moveaxis(x, 1, 2).reshape(*rows, heads, x.shape[-1]) for x in outs]
+
+
+def _may_see_none(given: Operands, static: Options, shift: int | Array) -> bool:
+    """Returns whether a query may have scores of -inf alone; a plain call is spared the care."""
+    late = not isinstance(shift, int) or shift < 0
+    hiding = (given.bias, static.local_window_size, given.mask, given.query_seq_lengths)
+    hiding += (given.key_value_seq_lengths, given.query_segment_ids, given.sinks)
+    return (static.is_causal and late) or any(x is not None for x in hiding)

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row of attention in the table of operators."""
 
-import math
 from typing import Any
 
+import jax
 import numpy as np
 
-from tpjax.core.attention import attention_reference
+from tpjax.core._jax import is_tracer
+from tpjax.core.attention import attention_reference, score_dtype
 from tpjax.core.operator import Cost, Op, Sample, nbytes
 from tpjax.pallas.attention.entry import flash_attention
 from tpjax.pallas.attention.implementations import IMPLEMENTATIONS, PARTITIONING
@@ -21,25 +22,48 @@ def attention_cost(
     mask: Any = None,
     *,
     is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None,
-    **options: Any,
+    alignment: str = "top_left",
+    prefix_lengths: Any = None,
+    return_lse: bool = False,
+    return_max: bool = False,
+    **others: Any,
 ) -> Cost:
-    """Returns the cost of a call: two products over visible scores, one move of each array."""
-    del options
+    """Returns the cost of a call: two products over visible scores, one move of each array.
+
+    What hides scores by values that are not known, as a mask does, is taken to hide none; a prefix
+    that is not known is taken to be empty.
+    """
     *batch, num_queries, heads, features = query.shape
-    num_keys = key.shape[-3]
-    left = right = max(num_queries, num_keys)
-    if isinstance(local_window_size, int):
-        left = right = local_window_size
-    elif local_window_size is not None:
-        left, right = local_window_size
-    if is_causal:
-        right = 0
+    num_keys, width = key.shape[-3], value.shape[-1]
+    queries = _known(query_seq_lengths, num_queries)
+    keys = _known(key_value_seq_lengths, num_keys)
     query_at = np.arange(num_queries)
-    last, first = np.minimum(query_at + right, num_keys - 1), np.maximum(query_at - left, 0)
-    visible = float(np.maximum(last - first + 1, 0).sum())
-    flops = 4.0 * math.prod(batch) * heads * visible * features
-    return Cost(flops, nbytes((query, key, value, bias, mask, query)))
+    position = query_at + (keys - queries if alignment == "bottom_right" else 0)
+    first, last = np.zeros_like(position), keys - 1
+    if is_causal:
+        last = np.minimum(last, np.maximum(position, _known(prefix_lengths, 0) - 1))
+    if local_window_size is not None:
+        window = local_window_size
+        left, right = (window, window) if isinstance(window, int) else window
+        first, last = np.maximum(first, position - left), np.minimum(last, position + right)
+    count = np.maximum(last - first + 1, 0) * (query_at < queries)
+    visible = np.broadcast_to(count, (*batch, num_queries)).sum(dtype=np.float64)
+    flops = 2.0 * float(visible) * heads * (features + width)
+    row = jax.ShapeDtypeStruct((*batch, num_queries, heads), score_dtype(query.dtype))
+    out = jax.ShapeDtypeStruct((*row.shape, width), query.dtype)
+    arrays = (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths)
+    arrays += (prefix_lengths, *(x for x in others.values() if hasattr(x, "shape")))
+    return Cost(flops, nbytes((*arrays, out, *[row] * (return_lse + return_max))))
+
+
+def _known(lengths: Any, otherwise: int) -> Any:
+    """Returns lengths [*B, 1], or a number where their values are not known."""
+    if isinstance(lengths, np.ndarray | jax.Array) and not is_tracer(lengths):
+        return np.asarray(lengths)[..., None]
+    return otherwise
 
 
 FLASH_ATTENTION = Op(
