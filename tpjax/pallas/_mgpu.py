@@ -119,6 +119,46 @@ def accumulate(
     return list(finished), state
 
 
+def accumulate_also(
+    body: Callable[[Accumulator], Any], shape: tuple[int, int], *, interpret: Interpret
+) -> Any:
+    """Returns what `body` returns, given one more accumulator, which starts at zero.
+
+    For use inside `accumulate`'s body: the accumulator takes no registers before.
+    """
+    if interpret:
+        return body(_InRegisters(jnp.zeros(shape, jnp.float32)))
+    scope = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+    return pl.run_scoped(lambda ref: body(_OnTensorCore(ref)), scope)
+
+
+def add_to_gmem(smem: Any, gmem: Any, *, interpret: Interpret) -> None:
+    """Starts adding shared memory to global memory; what lies beyond its end is cut off.
+
+    Ends as copies do (`plgpu.wait_smem_to_gmem`). The interpreter knows no sums by TMA: it adds at
+    once, and takes two blocks that add to one place for a race.
+    """
+    if interpret:
+        gmem[...] = gmem[...] + smem[...]
+        plgpu.commit_smem()  # The read ends before a store may overwrite what it reads.
+    else:
+        plgpu.copy_smem_to_gmem(smem, gmem, reduction_op="add")
+
+
+def sum_in_gmem(
+    run: Callable[[Any], Any], like: jax.Array, shape: Sequence[int]
+) -> tuple[Any, jax.Array]:
+    """Returns what `run` returns, and the float32 sum of what its kernel added, from zero on.
+
+    The sum varies over devices as `like` does.
+    """
+    total = jax.new_ref(jnp.zeros(shape, jnp.float32))
+    results = run(total)
+    varying = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
+    total = jax.freeze(total)
+    return results, jax.lax.pcast(total, varying, to="varying") if varying else total
+
+
 def row_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns a shared-memory buffer whose last two axes are laid out for the tensor cores."""
     columns = 128 // jnp.dtype(dtype).itemsize
