@@ -16,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout, Tiling
+from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core.errors import message
 from tpjax.core.operator import Interpret
@@ -146,17 +147,41 @@ def add_to_gmem(smem: Any, gmem: Any, *, interpret: Interpret) -> None:
 
 
 def sum_in_gmem(
-    run: Callable[[Any], Any], like: jax.Array, shape: Sequence[int]
+    kernel: Callable[..., Any], operands: Any, shape: Sequence[int]
 ) -> tuple[Any, jax.Array]:
-    """Returns what `run` returns, and the float32 sum of what its kernel added, from zero on.
+    """Returns a kernel's results, and the float32 sum of what it added to its last operand.
 
-    The sum varies over devices as `like` does.
+    That one is all zeros before. The sum varies over devices as the operands do.
     """
-    total = jax.new_ref(jnp.zeros(shape, jnp.float32))
-    results = run(total)
-    varying = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
-    total = jax.freeze(total)
+    leaves, tree = jax.tree.flatten(operands)
+
+    def run(*leaves: Any) -> list[Any]:
+        total = jax.new_ref(jnp.zeros(shape, jnp.float32))
+        results = kernel(*jax.tree.unflatten(tree, leaves), total)
+        return [*results, jax.freeze(total)]
+
+    *results, total = _as_values(run)(*leaves)
+    axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    varying = tuple(sorted(frozenset().union(*axes)))
     return results, jax.lax.pcast(total, varying, to="varying") if varying else total
+
+
+def _as_values(run: Callable[..., list[Any]]) -> Any:
+    """Returns `run` without the references inside it, of which not every transformation knows."""
+    from jax._src.state.discharge import discharge_state
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> list[Any]:
+        jaxpr = jax.make_jaxpr(run)(*operands)
+        return jaxpr_as_fun(discharge_state(jaxpr))(*operands)
+
+    @call.def_vmap
+    def _batched(size: int, batched: Any, *operands: Any) -> tuple[list[Any], list[bool]]:
+        axes = [0 if b else None for b in batched]
+        results = _as_values(jax.vmap(run, in_axes=axes, axis_size=size))(*operands)
+        return results, [True] * len(results)
+
+    return call
 
 
 def row_tile(shape: tuple[int, ...], dtype: Any) -> Any:
