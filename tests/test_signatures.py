@@ -25,14 +25,14 @@ def struct(spec):
 
 for op in OPS:
     for sample in op.samples:
-        given = [i for i, spec in enumerate(sample.arrays) if spec is not None]
+        given = [i for i, spec in enumerate(sample.specs) if spec is not None]
         for fn in (op.fn, op.reference):
             def call(*arrays):
-                operands = [None] * len(sample.arrays)
+                operands = [None] * len(sample.specs)
                 for i, x in zip(given, arrays):
                     operands[i] = x
-                return fn(*operands, **sample.options)
-            out = jax.eval_shape(call, *(struct(sample.arrays[i]) for i in given))
+                return sample.call_of(fn)(*operands)
+            out = jax.eval_shape(call, *(struct(sample.specs[i]) for i in given))
             print(op.name, fn.__name__, sample, jax.tree.map(lambda x: x.shape, out))
 
 try:

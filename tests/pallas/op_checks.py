@@ -4,7 +4,6 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,25 +18,25 @@ from tpjax.pallas.dispatch import record_choices
 
 def arrays_of(sample: Sample, seed: int = 0) -> tuple[jax.Array | None, ...]:
     """Returns random arrays of the sample."""
-    return tuple(None if s is None else inputs(s, seed + i) for i, s in enumerate(sample.arrays))
+    return tuple(None if s is None else inputs(s, seed + i) for i, s in enumerate(sample.specs))
 
 
 def shapes_of(sample: Sample) -> tuple[jax.ShapeDtypeStruct | None, ...]:
     """Returns shapes and dtypes of the sample."""
-    parsed = (None if s is None else parse_spec(s) for s in sample.arrays)
+    parsed = (None if s is None else parse_spec(s) for s in sample.specs)
     return tuple(None if p is None else jax.ShapeDtypeStruct(p[1], p[0]) for p in parsed)
 
 
 def with_gradients(op: Op, fn: Callable[..., Any], sample: Sample) -> Callable[..., Any]:
     """Returns (cotangent, *arrays) -> output and gradients by position, of `fn` on the sample."""
-    positions = [i for i in op.diff if i < len(sample.arrays) and sample.arrays[i] is not None]
+    positions, call = op.differentiable(sample), sample.call_of(fn)
 
     def run(cotangent: Any, *arrays: Any) -> dict[str, Any]:
         def of_some(*some: Any) -> Any:
             full = list(arrays)
             for i, x in zip(positions, some, strict=True):
                 full[i] = x
-            return fn(*full, **sample.options)
+            return call(*full)
 
         out, vjp = jax.vjp(of_some, *(arrays[i] for i in positions))
         gradients = dict(zip(map(str, positions), vjp(cotangent), strict=True))
@@ -46,11 +45,15 @@ def with_gradients(op: Op, fn: Callable[..., Any], sample: Sample) -> Callable[.
     return run
 
 
-def problem(op: Op, sample: Sample, seed: int = 0) -> tuple[jax.Array | None, ...]:
-    """Returns a random cotangent of the operator's output, then random arrays of the sample."""
-    out = jax.eval_shape(partial(op.reference, **sample.options), *shapes_of(sample))
-    values = np.random.default_rng(seed + 7).standard_normal(out.shape)
-    return (jnp.asarray(values.astype(out.dtype)), *arrays_of(sample, seed))
+def problem(op: Op, sample: Sample, seed: int = 0) -> tuple[Any, ...]:
+    """Returns random cotangents of the operator's results, then random arrays of the sample."""
+    results = jax.eval_shape(sample.call_of(op.reference), *shapes_of(sample))
+    rng = np.random.default_rng(seed + 7)
+
+    def random(x: Any) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(x.shape).astype(x.dtype))
+
+    return (jax.tree.map(random, results), *arrays_of(sample, seed))
 
 
 _answers: dict[tuple[str, str, int], Any] = {}
@@ -65,10 +68,10 @@ def answer(op: Op, sample: Sample, seed: int = 0) -> Any:
     if key not in _answers:
         wide = np.float32 if sample.slow else np.float64
         device = jax.devices()[0] if sample.slow else jax.devices("cpu")[0]
-        operands = [
-            x if x is None or not jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x, wide)
-            for x in problem(op, sample, seed)
-        ]
+        operands = jax.tree.map(
+            lambda x: np.asarray(x, wide) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+            problem(op, sample, seed),
+        )
         x64, exact = jax.enable_x64(not sample.slow), jax.default_matmul_precision("highest")
         with x64, exact, jax.default_device(device):
             run = jax.jit(with_gradients(op, op.reference, sample))
@@ -98,7 +101,7 @@ def check_vmap(op: Op, sample: Sample, fn: Callable[..., Any]) -> None:
     """Asserts that vmap over two problems gives the answers of both."""
     seeds = (0, 50)
     sets = [problem(op, sample, seed) for seed in seeds]
-    stacked = [None if xs[0] is None else jnp.stack(xs) for xs in zip(*sets, strict=True)]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *sets)
     got = jax.jit(jax.vmap(with_gradients(op, fn, sample)))(*stacked)
     answers = [answer(op, sample, seed) for seed in seeds]
     compare(op, sample, got, jax.tree.map(lambda *xs: np.stack(xs), *answers))
@@ -108,7 +111,7 @@ def refusal(op: Op, sample: Sample) -> str | None:
     """Returns why the kernel refuses the sample on Hopper, or None."""
     with tpjax.use(platform="cuda"), record_choices() as choices, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a fallback warns is tested elsewhere
-        jax.eval_shape(partial(op.fn, **sample.options), *shapes_of(sample))
+        jax.eval_shape(sample.call_of(op.fn), *shapes_of(sample))
     (choice,) = choices
     return dict(choice.refused).get("pallas")
 

@@ -47,7 +47,7 @@ def compare(got, want, tol):
     assert_close("attention", finite[0], finite[1], tol)
 
 
-def check(fn, case, dtype=np.float64, tol=1e-12, **how):
+def check(fn, case, dtype: Any = np.float64, tol=1e-12, **how):
     """Asserts that `fn` gives values and gradients of the loops."""
     want = by_loops(case.arrays(dtype), dict(case.options), case.cotangents(dtype))
     compare(results(fn, case, dtype, **how), want, tol)

@@ -175,8 +175,7 @@ def test_on_four_devices():
 def directions(op, sample):
     """Returns arrays like the floating operands that have gradients, by position."""
     arrays = checks.arrays_of(sample, seed=90)
-    places = [i for i in op.diff if i < len(arrays) and arrays[i] is not None]
-    return {i: arrays[i] for i in places}
+    return {i: arrays[i] for i in op.differentiable(sample)}
 
 
 def derivatives(op, sample, fn):
@@ -188,7 +187,7 @@ def derivatives(op, sample, fn):
             full = list(arrays)
             for i, x in zip(places, some, strict=True):
                 full[i] = x
-            return fn(*full, **sample.options)
+            return sample.call_of(fn)(*full)
 
         def pulled(*some):
             return jax.vjp(of_some, *some)[1](cotangent)
@@ -261,7 +260,7 @@ def test_nothing_more_is_kept(op, sample):
         return sorted(map(str, jax.tree.leaves(pull)))
 
     with tpjax.use(platform="cuda"), dispatch.record_choices() as choices:
-        ours = kept(partial(op.fn, **sample.options), *arrays)
+        ours = kept(sample.call_of(op.fn), *arrays)
         (choice,) = {c.key for c in choices}
         assert choice is not None
         run = partial(op.implementations[0].run, **dict(choice.options))

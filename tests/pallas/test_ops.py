@@ -7,6 +7,7 @@ On a GPU: `python -m pytest -m gpu tests/pallas/test_ops.py` runs all samples on
 
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def test_lowers_for_cuda(op, sample):
     """Every sample, production shapes too, lowers for a GPU, through the kernel that runs it."""
     refused = checks.refusal(op, sample)
     wanted = "xla" if refused or not checks.has_kernel(op) else "pallas"
-    out = jax.eval_shape(partial(op.reference, **sample.options), *checks.shapes_of(sample))
+    out = jax.eval_shape(sample.call_of(op.reference), *checks.shapes_of(sample))
     run = checks.with_gradients(op, partial(op.fn, implementation=wanted), sample)
     with tpjax.use(platform="cuda"):
         traced = jax.jit(run).trace(out, *checks.shapes_of(sample))
@@ -81,10 +82,10 @@ def test_lowers_for_cuda(op, sample):
 def test_cost(op, sample):
     """Arithmetic is positive; the least traffic is the operands that are read and the result."""
     shapes = checks.shapes_of(sample)
-    cost = op.cost(*shapes, **sample.options)
-    out = jax.eval_shape(partial(op.reference, **sample.options), *shapes)
+    cost = sample.call_of(op.cost)(*shapes)
+    results = jax.eval_shape(sample.call_of(op.reference), *shapes)
     assert cost.flops > 0
-    assert 0 < cost.bytes <= nbytes([*shapes, out])
+    assert 0 < cost.bytes <= nbytes([*shapes, *jax.tree.leaves(results)])
 
 
 @over(EVERY)
@@ -92,16 +93,17 @@ def test_partitioning_names_every_dimension(op, sample):
     """One letter is one size (or 1, broadcast); results are named by letters of the operands."""
     split, sizes = op.partitioning, {}
     shapes = checks.shapes_of(sample)
-    assert len(split.inputs) >= len(shapes)
-    for letters, x in zip(split.inputs, shapes, strict=False):
+    operands = signature(op.implementations[0].run).parameters
+    letters_of = dict(zip(operands, split.inputs, strict=False))
+    for argument, x in zip(op.arguments(sample), shapes, strict=True):
+        letters = letters_of[argument]
         if x is None or x.ndim < len(letters) - 1:
             continue
         for name, size in zip(dimensions(letters, x.ndim), x.shape, strict=True):
             known = sizes.get(name, 1)
             assert 1 in (size, known) or size == known, name
             sizes[name] = max(size, known)
-    out = jax.eval_shape(partial(op.reference, **sample.options), *shapes)
-    results = jax.tree.leaves(out)
+    results = jax.tree.leaves(jax.eval_shape(sample.call_of(op.reference), *shapes))
     assert len(results) <= len(split.outputs)  # a row names optional results too, last
     for letters, x in zip(split.outputs, results, strict=False):
         named_sizes = zip(dimensions(letters, x.ndim), x.shape, strict=True)
@@ -113,7 +115,7 @@ def test_partitioning_names_every_dimension(op, sample):
 @pytest.mark.parametrize("op", OPS, ids=named)
 def test_samples_cover(op):
     """A row has float32, bfloat16, an odd size, and a production shape marked slow."""
-    specs = [parse_spec(s) for sample in op.samples for s in sample.arrays if s]
+    specs = [parse_spec(s) for sample in op.samples for s in sample.specs if s]
     assert {jnp.float32, jnp.bfloat16} <= {dtype.type for dtype, _ in specs}
     assert any(size % 2 and size > 1 for _, shape in specs for size in shape)
     assert any(s.slow for s in op.samples)

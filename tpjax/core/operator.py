@@ -7,6 +7,7 @@ and the implementations in order of preference. Dispatch (`tpjax.pallas.dispatch
 `Key`.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -152,10 +153,27 @@ class Sample:
     options: Mapping[str, Any] = field(default_factory=dict)
     slow: bool = False
     """A production shape: run only on a GPU or when asked for."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Specs of arrays that are passed by keyword."""
+
+    @property
+    def specs(self) -> tuple[str | None, ...]:
+        """The specs of all arrays, those passed by keyword last."""
+        return (*self.arrays, *self.named.values())
+
+    def call_of(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `fn` with the sample's options, as a function of the arrays of `specs`."""
+
+        def call(*arrays: Any) -> Any:
+            first = len(self.arrays)
+            named = dict(zip(self.named, arrays[first:], strict=True))
+            return fn(*arrays[:first], **named, **self.options)
+
+        return call
 
     def __str__(self) -> str:
-        options = "".join(f" {k}={v}" for k, v in self.options.items())
-        return " ".join(map(str, self.arrays)) + options
+        keywords = {**self.named, **self.options}
+        return " ".join(map(str, self.arrays)) + "".join(f" {k}={v}" for k, v in keywords.items())
 
 
 _LETTERS = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
@@ -191,7 +209,7 @@ class Op:
     implementations: tuple[Implementation, ...]
     samples: tuple[Sample, ...]
     diff: tuple[int, ...]
-    """Argument positions that have gradients."""
+    """Argument positions that have gradients; those of keywords as they stand in the signature."""
     tol: Mapping[str, float]
     """Relative RMS error allowed against the float32 reference, by dtype name."""
     cost: Callable[..., Cost]
@@ -202,6 +220,18 @@ class Op:
     def name(self) -> str:
         """The operator's name, which is its function's."""
         return self.fn.__name__
+
+    def arguments(self, sample: Sample) -> tuple[str, ...]:
+        """Returns the names of the arguments that the sample's arrays are, in order."""
+        names = tuple(inspect.signature(self.fn).parameters)
+        return (*names[: len(sample.arrays)], *sample.named)
+
+    def differentiable(self, sample: Sample) -> list[int]:
+        """Returns which of the sample's arrays have gradients."""
+        names = list(inspect.signature(self.fn).parameters)
+        moving = {names[i] for i in self.diff}
+        pairs = zip(self.arguments(sample), sample.specs, strict=True)
+        return [i for i, (n, spec) in enumerate(pairs) if n in moving and spec is not None]
 
 
 def nbytes(arrays: Iterable[jax.ShapeDtypeStruct | jax.Array | None]) -> int:

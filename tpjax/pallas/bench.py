@@ -51,7 +51,7 @@ class Timing(NamedTuple):
 def arguments(sample: Sample) -> list[jax.Array | None]:
     """Returns random arguments for the sample, standard normal."""
     out: list[jax.Array | None] = []
-    for i, spec in enumerate(sample.arrays):
+    for i, spec in enumerate(sample.specs):
         if spec is None:
             out.append(None)
             continue
@@ -80,7 +80,7 @@ def median_ms(fn: Callable[..., Any], *args: Any, budget_ms: float = 200.0) -> f
 
 def _both(op: Op, sample: Sample, args: list[Any]) -> Callable[..., Any]:
     """Returns the function of value and gradients for a cotangent, which is the last argument."""
-    at = [i for i in op.diff if i < len(args) and args[i] is not None]
+    at, call = op.differentiable(sample), sample.call_of(op.fn)
 
     def run(*given: Any) -> Any:
         *inputs, cotangent = given
@@ -89,7 +89,7 @@ def _both(op: Op, sample: Sample, args: list[Any]) -> Callable[..., Any]:
             full = list(inputs)
             for i, x in zip(at, some, strict=True):
                 full[i] = x
-            return op.fn(*full, **sample.options)
+            return call(*full)
 
         out, vjp = jax.vjp(forward, *(inputs[i] for i in at))
         return out, vjp(cotangent)
@@ -103,10 +103,10 @@ def time_op(op: Op) -> Iterator[Timing]:
         if not sample.slow:
             continue
         args = arguments(sample)
-        cost = op.cost(*args, **sample.options)
-        out = jax.eval_shape(lambda *a, s=sample: op.fn(*a, **s.options), *args)
+        cost = sample.call_of(op.cost)(*args)
+        out = jax.eval_shape(sample.call_of(op.fn), *args)
         cotangent = jax.random.normal(jax.random.key(99), out.shape).astype(out.dtype)
-        forward = lambda *a, s=sample: op.fn(*a, **s.options)  # noqa: E731
+        forward = sample.call_of(op.fn)
         for name in IMPLEMENTATIONS:
             for direction, fn, given, work in (
                 ("fwd", forward, args, 1.0),
@@ -137,7 +137,7 @@ def tune_op(op: Op, store: Store, timer: Callable[..., float] = median_ms) -> It
         if not sample.slow:
             continue
         args = arguments(sample)
-        out = jax.eval_shape(lambda *a, s=sample: op.fn(*a, **s.options), *args)
+        out = jax.eval_shape(sample.call_of(op.fn), *args)
         cotangent = jax.random.normal(jax.random.key(99), out.shape).astype(out.dtype)
 
         def measure(sample: Sample = sample, args: Any = (*args, cotangent)) -> float | None:

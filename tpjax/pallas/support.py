@@ -78,7 +78,7 @@ def _machines(implementation: Implementation) -> str:
 def _refusal(op: Op, implementation: Implementation, sample: Sample, dtype: str) -> str | None:
     """Returns why the implementation does not run the sample in that dtype, or None."""
     args = []
-    for spec in sample.arrays:
+    for spec in sample.specs:
         if spec is None:
             args.append(None)
             continue
@@ -88,7 +88,7 @@ def _refusal(op: Op, implementation: Implementation, sample: Sample, dtype: str)
     platform = implementation.platforms[0] if implementation.platforms else None
     try:
         with use(implementation=implementation.name, platform=platform):
-            jax.eval_shape(lambda *a: op.fn(*a, **sample.options), *args)
+            jax.eval_shape(sample.call_of(op.fn), *args)
     except UnsupportedError as error:
         return str(error).split("no kernel for this call: ")[-1].split(". Leave")[0]
     return None

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row of attention in the table of operators."""
 
+from inspect import signature
 from typing import Any
 
 import jax
@@ -66,6 +67,8 @@ def _known(lengths: Any, otherwise: int) -> Any:
     return otherwise
 
 
+DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
+
 FLASH_ATTENTION = Op(
     fn=flash_attention,
     reference=attention_reference,
@@ -77,14 +80,35 @@ FLASH_ATTENTION = Op(
         Sample(("bf16[1,77,1,128]", "bf16[1,150,1,128]", "bf16[1,150,1,128]")),
         Sample(("f32[1,33,2,64]",) * 3, {"local_window_size": (5, 0), "is_causal": True}),
         Sample(
+            ("f32[2,24,4,16]", "f32[2,40,2,16]", "f32[2,40,2,8]"),
+            {
+                "is_causal": True,
+                "alignment": "bottom_right",
+                "local_window_size": (9, 2),
+                "softcap": 5.0,
+                "return_lse": True,
+            },
+            named={
+                "key_value_seq_lengths": "i32[2]",
+                "prefix_lengths": "i32[2]",
+                "alibi_slopes": "f32[4]",
+                "sinks": "f32[4]",
+            },
+        ),
+        Sample(
+            ("bf16[1,77,2,192]", "bf16[1,77,2,192]", "bf16[1,77,2,128]"),
+            {"is_causal": True},
+            named={"query_segment_ids": "i32[1,77]"},
+        ),
+        Sample(
             ("bf16[2,4096,32,128]", "bf16[2,4096,8,128]", "bf16[2,4096,8,128]"),
             {"is_causal": True},
             slow=True,
         ),
     ),
-    diff=(0, 1, 2, 3),
+    diff=tuple(map(list(signature(flash_attention).parameters).index, DIFFERENTIABLE)),
     tol={"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12},
     cost=attention_cost,
     partitioning=PARTITIONING,
 )
-"""Softmax attention: causal or full, grouped heads, any length."""
+"""Softmax attention: grouped heads, any lengths, and what hides or weighs scores."""
