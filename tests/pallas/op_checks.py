@@ -116,6 +116,15 @@ def refusal(op: Op, sample: Sample) -> str | None:
     return dict(choice.refused).get("pallas")
 
 
+def operand_names(op: Op) -> list[str]:
+    """Returns the names of the operands that the implementations are given, in order."""
+    sample = op.samples[0]
+    with record_choices() as choices:
+        jax.eval_shape(sample.call_of(op.fn), *shapes_of(sample))
+    assert choices[0].key is not None
+    return [name for name, _ in choices[0].key.operands]
+
+
 def has_kernel(op: Op) -> bool:
     """Returns whether the operator has a kernel."""
     return any(i.name == "pallas" for i in op.implementations)
