@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import tpjax
@@ -84,15 +83,10 @@ def test_backward_outside_of_use():
     assert_close("dq", vjp(dout)[0], want["dq"], TOL["bfloat16"])
 
 
-def shifted(*args, query_axis, **kwargs):
-    """Returns the mask as if causal hid the query's own key too."""
-    first_query = args[0] - 1
-    return blocks.visible(first_query, *args[1:], query_axis=query_axis, **kwargs)
-
-
 def test_planted_fault_mask_off_by_one(monkeypatch):
     """A causal edge off by one in the kernel is found by the comparison of `test_interpreted`."""
-    monkeypatch.setattr(forward, "visible", shifted)
+    reach = blocks.Region.reach
+    monkeypatch.setattr(blocks.Region, "reach", lambda self, q, ends: reach(self, q - 1, ends))
     operands = arrays("bf16", (1,), 64, 64, 1, 1, 64)
     with tpjax.use(interpret=True), pytest.raises(AssertionError, match="attention"):
         check(with_gradients(flash_attention, is_causal=True), operands, is_causal=True)
@@ -114,22 +108,23 @@ def test_planted_fault_slot_reused_too_early(monkeypatch):
 
 
 LOWERED = [
-    (features, config, is_causal)
-    for features, configs in CONFIGS.items()
+    (widths, config, is_causal)
+    for widths, configs in CONFIGS.items()
     for config in configs
     for is_causal in (True, False)
 ]
 
 
-@pytest.mark.parametrize(("features", "config", "is_causal"), LOWERED)
-def test_lowers_for_cuda(features, config, is_causal, monkeypatch):
+@pytest.mark.parametrize(("widths", "config", "is_causal"), LOWERED)
+def test_lowers_for_cuda(widths, config, is_causal, monkeypatch):
     """Every config's three kernels pass the checks of layouts, shared memory and copies."""
     monkeypatch.setattr(hopper, "heuristic", lambda *_: config)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    q, k = shape((1, 777, 4, features)), shape((1, 1000, 2, features))
+    q, k = shape((1, 777, 4, widths[0])), shape((1, 1000, 2, widths[0]))
+    v, dout = shape((1, 1000, 2, widths[1])), shape((1, 777, 4, widths[1]))
     run = with_gradients(flash_attention, is_causal=is_causal)
     with tpjax.use(platform="cuda"):
-        lowered = jax.jit(run).trace(q, k, k, q).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(run).trace(q, k, v, dout).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count("flash_attention_forward") > 0
     assert text.count("flash_attention_backward_query") > 0
@@ -152,24 +147,6 @@ def test_what_rematerialisation_saves():
     assert (forwards(keep), forwards(None)) == (1, 2)
 
 
-def test_block_ranges_hold_every_visible_pair():
-    """Each visible pair is visited, and no block called full holds a hidden one."""
-    for T, S, causal in ((5, 9, True), (9, 5, True), (16, 16, True), (7, 10, False)):
-        region = blocks.Region(T, S, causal)
-        visible = np.tril(np.ones((16, 16), bool)) if causal else np.ones((16, 16), bool)
-        visible = visible & (np.arange(16) < S) & (np.arange(16)[:, None] < T)
-        for first in range(0, T, 4):
-            start, stop, low, high = map(int, blocks.key_blocks(jnp.int32(first), 4, 2, region))
-            rows = visible[first : min(first + 4, T)]
-            assert rows[:, start * 2 : stop * 2].sum() == rows.sum()
-            assert rows[:, low * 2 : high * 2].all()
-        for first in range(0, S, 4):
-            start, stop, low, high = map(int, blocks.query_blocks(jnp.int32(first), 4, 2, region))
-            columns = visible[:, first : min(first + 4, S)]
-            assert columns[start * 2 : stop * 2].sum() == columns.sum()
-            assert columns[low * 2 : min(high * 2, T)].all()
-
-
 @pytest.mark.parametrize("longest_last", [True, False])
 def test_every_tile_is_dealt_once(longest_last):
     """The grid visits each (head, tile) once, long tiles of a section first."""
@@ -182,10 +159,10 @@ def test_every_tile_is_dealt_once(longest_last):
 
 def test_interpreter_gets_two_workers():
     """The interpreter needs a CPU thread for each warpgroup."""
-    for features in CONFIGS:
-        config = heuristic(features, 4096, 4096, True)
+    for widths, configs in CONFIGS.items():
+        config = heuristic(*widths, 4096, False, True)
         assert max(config.warpgroups, config.dq_warpgroups, config.dkv_warpgroups) == 2
-        assert replace(config) in CONFIGS[features]
+        assert replace(config) in configs
 
 
 def test_interpreter_without_threads_is_refused(monkeypatch):

@@ -236,7 +236,8 @@ def gpu_kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
     launch = plgpu.kernel(body, **options)
 
     def call(*operands: Any) -> Any:
-        axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
+        leaves = jax.tree.leaves(operands)
+        axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
         varying = tuple(sorted(frozenset().union(*axes)))
         results = launch(*operands)
         if not varying:

@@ -2,30 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks of keys a tile of queries visits, and which blocks of queries a tile of keys.
 
-The one place that knows where the visible region ends: windows and segment runs will change these
-functions and nothing else in the kernels' loops. Positions may be traced integers.
+The one place that knows where the visible region ends. A query at t stands at p(t) = t + shift and
+sees an unbroken reach of keys (`Region.reach`): from p(t) - left to the least of p(t) + right, p(t)
+if causal (or the end of the prefix, if that is later) and the last key. Segments cut further
+(`within_segments`). Positions may be traced integers, or arrays of them.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tpjax.pallas._mgpu import plgpu
 
+class Bounds(NamedTuple):
+    """Where one sequence ends; numbers, traced or not, or arrays of them."""
 
-@dataclass(frozen=True)
-class Region:
-    """The visible part of the scores: T x S, causal or full."""
-
-    num_queries: int
-    num_keys: int
-    is_causal: bool
+    shift: Any
+    """How far a query stands to the right of its index."""
+    num_queries: Any
+    num_keys: Any
+    prefix: Any = None
+    """Keys before it are visible in spite of the causal edge; None: there is no prefix."""
 
 
 class Span(NamedTuple):
-    """Blocks [start, stop) to visit; of these, [full_start, full_stop) need no mask."""
+    """Blocks [start, stop) to visit; of these, [full_start, full_stop) need no mask.
+
+    At least one block is visited, so that every result is written.
+    """
 
     start: Any
     stop: Any
@@ -33,51 +39,173 @@ class Span(NamedTuple):
     full_stop: Any
 
 
+class Reach(NamedTuple):
+    """The first and last key that queries see; None: nothing but the array ends there."""
+
+    first: Any
+    last: Any
+
+
+@dataclass(frozen=True)
+class Region:
+    """The visible part of the scores, as far as it is known when tracing."""
+
+    num_queries: int
+    num_keys: int
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    """Keys to the left and to the right of its own position that a query sees."""
+    bottom_right: bool = False
+    """The last query stands at the last key, rather than the first at the first."""
+
+    def bounds(self, queries: Any = None, keys: Any = None, prefix: Any = None) -> Bounds:
+        """Returns the bounds of sequences of these lengths; None: as long as the arrays."""
+        num_queries = self.num_queries if queries is None else queries
+        num_keys = self.num_keys if keys is None else keys
+        shift = num_keys - num_queries if self.bottom_right else 0
+        return Bounds(shift, num_queries, num_keys, prefix)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a query may see less than all keys of its sequence."""
+        return self.is_causal or self.window is not None
+
+    def reach(self, query: Any, bounds: Bounds) -> Reach:
+        """Returns which keys queries at these indices see; the last one is -1 if they see none."""
+        position, first, last = query + bounds.shift, None, bounds.num_keys - 1
+        if self.is_causal:
+            ahead = position
+            if bounds.prefix is not None:
+                ahead = jnp.maximum(ahead, bounds.prefix - 1)
+            last = jnp.minimum(ahead, last)
+        if self.window is not None:
+            left, right = self.window
+            last = jnp.minimum(last, position + right)
+            first = jnp.maximum(position - left, 0)
+        return Reach(first, last)
+
+    def key_blocks(self, first_query: Any, rows: int, block: int, bounds: Bounds) -> Span:
+        """Returns the key blocks that queries [first_query, first_query + rows) visit."""
+        last_query = _least(first_query + rows, bounds.num_queries) - 1
+        near, far = self.reach(first_query, bounds), self.reach(last_query, bounds)
+        start = 0 if near.first is None else _floor_div(near.first, block)
+        full_start = 0 if far.first is None else _ceil_div(far.first, block)
+        stop, full_stop = _ceil_div(far.last + 1, block), _floor_div(near.last + 1, block)
+        if not isinstance(bounds.num_queries, int):
+            # Queries beyond the end of their sequence see nothing; beyond the array they are free.
+            inside = first_query + rows <= bounds.num_queries
+            full_stop = jnp.where(inside, full_stop, 0)
+            stop = jnp.where(first_query < bounds.num_queries, stop, 0)
+        return _span(start, stop, full_start, full_stop, -(-self.num_keys // block))
+
+    def query_blocks(self, first_key: Any, rows: int, block: int, bounds: Bounds) -> Span:
+        """Returns the query blocks that keys [first_key, first_key + rows) are visited by.
+
+        Queries beyond the last need no mask: their weights or their cotangents are zero. Keys
+        beyond the array need none either: what they receive is written nowhere.
+        """
+        blocks, count = -(-self.num_queries // block), bounds.num_queries
+        last_key = _least(first_key + rows, bounds.num_keys) - 1
+        start, full_start, stop, full_stop = 0, 0, count, blocks * block
+        if self.is_causal:
+            start, full_start = first_key - bounds.shift, last_key - bounds.shift
+            if bounds.prefix is not None:
+                start = jnp.where(first_key < bounds.prefix, 0, start)
+                full_start = jnp.where(last_key < bounds.prefix, 0, full_start)
+        if self.window is not None:
+            left, right = self.window
+            start = jnp.maximum(start, first_key - right - bounds.shift)
+            full_start = jnp.maximum(full_start, last_key - right - bounds.shift)
+            stop = jnp.minimum(stop, last_key + left - bounds.shift + 1)
+            seen_by_all = first_key + left - bounds.shift + 1
+            full_stop = jnp.where(seen_by_all < count, seen_by_all, full_stop)
+        if not isinstance(bounds.num_keys, int):
+            full_stop = jnp.where(first_key + rows <= bounds.num_keys, full_stop, 0)
+            stop = jnp.where(first_key < bounds.num_keys, stop, 0)
+        whole = _ceil_div(full_start, block), _floor_div(full_stop, block)
+        return _span(_floor_div(start, block), _ceil_div(stop, block), *whole, blocks)
+
+
+def _least(a: Any, b: Any) -> Any:
+    both = isinstance(a, int) and isinstance(b, int)
+    return min(a, b) if both else jnp.minimum(a, b)
+
+
 def _ceil_div(a: Any, b: int) -> Any:
-    return (a + (b - 1)) // b if isinstance(a, int) else lax.div(a + (b - 1), jnp.int32(b))
+    return -(-a // b) if isinstance(a, int) else _floor_div(a + (b - 1), b)
 
 
 def _floor_div(a: Any, b: int) -> Any:
-    return a // b if isinstance(a, int) else lax.div(a, jnp.int32(b))
+    """Divides; what is below zero, before the first block, becomes zero."""
+    return max(a, 0) // b if isinstance(a, int) else lax.div(jnp.maximum(a, 0), jnp.int32(b))
 
 
-def key_blocks(first_query: Any, rows: int, block: int, region: Region) -> Span:
-    """Returns the key blocks that queries [first_query, first_query + rows) visit."""
-    stop, full = _ceil_div(region.num_keys, block), region.num_keys // block
-    if not region.is_causal:
-        return Span(0, stop, 0, full)
-    last = _ceil_div(first_query + rows, block)
-    all_seen = _floor_div(first_query + 1, block)
-    return Span(0, jnp.minimum(last, stop), 0, jnp.minimum(all_seen, full))
+def _span(start: Any, stop: Any, full_start: Any, full_stop: Any, blocks: int) -> Span:
+    """Returns the span with every part inside the next larger one, and at least one block."""
+    if all(isinstance(x, int) for x in (start, stop, full_start, full_stop)):
+        lesser, greater = min, max
+    else:
+        lesser, greater = jnp.minimum, jnp.maximum
+    start = lesser(start, blocks - 1)
+    stop = greater(lesser(stop, blocks), start + 1)
+    full_start = lesser(greater(full_start, start), stop)
+    return Span(start, stop, full_start, greater(lesser(full_stop, stop), full_start))
 
 
-def query_blocks(first_key: Any, rows: int, block: int, region: Region) -> Span:
-    """Returns the query blocks that keys [first_key, first_key + rows) are visited by.
+def first_places(query_ids: Array, key_ids: Array) -> tuple[Array, Array]:
+    """Returns segment ids [B, T] and [B, S] renamed to where each first stands among the keys.
 
-    Queries beyond the last need no mask: all of theirs is read as zero, so they add nothing. Keys
-    beyond the last need none either: what they receive is written nowhere.
+    Ids are then in order wherever each stands in one run, whatever they are; -1 for a query whose
+    id no key has.
     """
-    stop = _ceil_div(region.num_queries, block)
-    if not region.is_causal:
-        return Span(0, stop, 0, stop)
-    start = jnp.minimum(_floor_div(first_key, block), stop)
-    seen_by_all = jnp.minimum(_ceil_div(first_key + rows - 1, block), stop)
-    return Span(start, stop, seen_by_all, stop)
+
+    def one(query: Array, key: Array) -> tuple[Array, Array]:
+        order = jnp.argsort(key, stable=True)
+        ordered = key[order]
+        at = jnp.searchsorted(ordered, query)
+        found = ordered[jnp.minimum(at, key.size - 1)] == query
+        place = order[jnp.minimum(at, key.size - 1)]
+        own = order[jnp.searchsorted(ordered, key)]
+        return jnp.where(found, place, -1).astype(jnp.int32), own.astype(jnp.int32)
+
+    return jax.vmap(one)(query_ids, key_ids)
 
 
-def visible(
-    first_query: Any, first_key: Any, shape: tuple[int, int], region: Region, *, query_axis: int
-) -> Array:
-    """Returns the mask of one tile of scores that crosses an edge of the visible region."""
+def within_segments(span: Span, own: Array, others: Array, rows: int, block: int) -> Span:
+    """Narrows spans [B, tiles] of tiles of `rows` tokens, to the blocks of `others` they may see.
 
-    def position(axis: int) -> Array:
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+    Args:
+      span: the spans without segments.
+      own: ids [B, N] of the tokens of the tiles, as `first_places` names them.
+      others: ids [B, M] of the tokens of the blocks.
+      rows: tokens of a tile.
+      block: tokens of a block.
+    """
 
-    key = position(1 - query_axis) + first_key
-    inside = key < region.num_keys
-    if region.is_causal:
-        inside = inside & (key <= position(query_axis) + first_query)
-    return inside
+    def ends(ids: Array, size: int) -> tuple[Array, Array]:
+        """Returns the least and the greatest id of each tile, [B, tiles]."""
+        short = -ids.shape[1] % size
+        tiles = jnp.pad(ids, ((0, 0), (0, short)), mode="edge").reshape(ids.shape[0], -1, size)
+        return tiles.min(-1), tiles.max(-1)
+
+    own_least, own_most = (x[:, :, None] for x in ends(own, rows))
+    least, most = (x[:, None, :] for x in ends(others, block))
+    index = jnp.arange(least.shape[-1], dtype=jnp.int32)
+    meets = (own_least <= most) & (least <= own_most)
+    same = (own_least == own_most) & (least == own_least) & (most == own_least)
+    start = jnp.where(meets, index, index.size).min(-1)
+    stop = jnp.where(meets, index + 1, 0).max(-1)
+    full_start = jnp.where(same, index, index.size).min(-1)
+    full_stop = full_start + same.sum(-1, dtype=jnp.int32)
+    # Full blocks in between that are of other segments would be taken for full ones.
+    unbroken = jnp.where(same, index + 1, 0).max(-1) == full_stop
+    return _span(
+        jnp.maximum(span.start, start),
+        jnp.minimum(span.stop, stop),
+        jnp.maximum(span.full_start, full_start),
+        jnp.where(unbroken, jnp.minimum(span.full_stop, full_stop), 0),
+        index.size,
+    )
 
 
 class Order(NamedTuple):

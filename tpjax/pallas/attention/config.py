@@ -35,26 +35,46 @@ class Config:
     dkv_stages: int = 3
 
 
-CONFIGS_64 = (
-    Config(warpgroups=3, stages=3, dq_warpgroups=3, dq_block=64, dq_stages=4, dkv_stages=4),
-    Config(stages=4, dq_stages=3, dkv_stages=4),
-    Config(block=64, dq_block=64),
-)
-CONFIGS_128 = (
-    Config(dkv_stages=4),
-    Config(block=64, dq_block=64),
-)
-CONFIGS = {64: CONFIGS_64, 128: CONFIGS_128}
-"""By D; the best for long sequences first, the one with the smallest tiles last."""
+CONFIGS = {
+    (64, 64): (
+        Config(warpgroups=3, stages=3, dq_warpgroups=3, dq_block=64, dq_stages=4, dkv_stages=4),
+        Config(stages=4, dq_stages=3, dkv_stages=4),
+        Config(block=64, dq_block=64),
+    ),
+    (128, 128): (
+        Config(dkv_stages=4),
+        Config(block=64, dq_block=64),
+    ),
+    (192, 128): (
+        Config(block=64, dq_block=64, dkv_stages=2),
+        Config(block=96, dq_block=64, dkv_stages=2),
+    ),
+}
+"""By features of keys and of values; the best for long sequences first.
+
+The last one for 64 and 128 has the smallest tiles.
+"""
 
 SHORT = 2 * ROWS
 """Sequences up to this length fill too few of the large tiles."""
 
 
-def heuristic(features: int, num_queries: int, num_keys: int, interpret: Interpret) -> Config:
-    """Returns the config for heads of that many features, where nothing was measured.
+def widths(features: int, value_features: int) -> tuple[int, int]:
+    """Returns the narrowest pair in `CONFIGS` that has room for both."""
+    return min(w for w in CONFIGS if w[0] >= features and w[1] >= value_features)
 
-    The interpreter needs a CPU thread for each warpgroup: it gets the config with the fewest.
+
+def heuristic(
+    features: int, value_features: int, tokens: int, dense: bool, interpret: Interpret
+) -> Config:
+    """Returns the config for a call where nothing was measured.
+
+    Args:
+      features, value_features: as `widths` gives them.
+      tokens: of the longer sequence.
+      dense: whether a bias or mask is loaded for each score, which takes registers.
+      interpret: the interpreter needs a CPU thread for each warpgroup: it gets the fewest.
     """
-    small = interpret or max(num_queries, num_keys) <= SHORT
-    return CONFIGS[features][-1 if small else 0]
+    configs = CONFIGS[features, value_features]
+    small = interpret or dense or tokens <= SHORT
+    return configs[-1 if small and features == value_features else 0]

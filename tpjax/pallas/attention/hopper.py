@@ -2,40 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on Hopper GPUs: the kernels of `forward` and `backward` as one differentiable call."""
 
+import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from tpjax.core.operator import Key
 from tpjax.pallas._mgpu import causal_is_miscompiled
+from tpjax.pallas.attention.arguments import Operands, Options
 from tpjax.pallas.attention.backward import launch_backward
-from tpjax.pallas.attention.config import CONFIGS, heuristic
-from tpjax.pallas.attention.forward import Plan, launch_forward
+from tpjax.pallas.attention.blocks import Region, first_places
+from tpjax.pallas.attention.config import CONFIGS, heuristic, widths
+from tpjax.pallas.attention.extras import Extras
+from tpjax.pallas.attention.forward import launch_forward
+from tpjax.pallas.attention.scores import Plan
 from tpjax.pallas.dispatch import current_target
 from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16")
-ABSENT = (
-    "bias",
-    "mask",
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "prefix_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
-    "alibi_slopes",
-    "sinks",
-)
-ABSENT_OPTIONS = {
-    "local_window_size": None,
-    "alignment": "top_left",
-    "softcap": None,
-    "return_lse": False,
-    "return_max": False,
-}
+FEATURES = (32, 256)
+"""The least and the most features of a head."""
+MAX_SIZE = 2**31 - 1
+"""Elements of an operand: kernels count in 32 bits."""
 OUT_NAME, LSE_NAME = "flash_attention_out", "flash_attention_lse"
 """Names under which a rematerialisation policy can keep what the backward pass needs."""
 
@@ -46,80 +38,117 @@ class Residuals(NamedTuple):
     query: Array
     key: Array
     value: Array
+    extras: Extras
     out: Array
     lse: Array
 
 
 def unsupported(key: Key) -> str | None:
     """Returns why the kernels cannot run a call, or None."""
-    for name in ABSENT:
-        if key.given(name):
-            return f"it has {name}, which the kernel does not take"
-    for name, without in ABSENT_OPTIONS.items():
-        if key.option(name) != without:
-            return f"it has {name}, which the kernel does not take"
-    if key.aval("query").shape[-1] != key.aval("value").shape[-1]:
-        return "its values are of another width than its keys, which the kernel does not take"
-    query = key.aval("query")
+    query, value = key.aval("query"), key.aval("value")
     if str(query.dtype) not in DTYPES:
-        return f"its dtype is {query.dtype}; the kernel takes {' and '.join(DTYPES)}"
-    features = query.shape[-1]
-    if features not in CONFIGS:
-        sizes = " or ".join(map(str, CONFIGS))
-        return f"its heads have {features} features; the kernel takes {sizes}"
-    if key.option("scale") <= 0:
-        return f"its scale is {key.option('scale'):g}; the kernel takes scales above zero"
+        return f"its dtype is {query.dtype}; the kernel, which rounds no input, takes " + (
+            " and ".join(DTYPES)
+        )
+    least, most = FEATURES
+    for name, x in (("queries", query), ("values", value)):
+        if not least <= x.shape[-1] <= most:
+            return f"its {name} have {x.shape[-1]} features; the kernel takes {least} to {most}"
+    for name in ("query", "key", "value", "bias", "mask"):
+        if key.given(name) and math.prod(key.aval(name).shape) > MAX_SIZE:
+            return f"its {name} has more than {MAX_SIZE} elements; the kernel counts in 32 bits"
     if key.option("is_causal") and causal_is_miscompiled():
         return "it is causal, and CUDA before 12.9.1 miscompiles that; a newer CUDA mends it"
     return None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _attend(query: Array, key: Array, value: Array, plan: Plan) -> Array:
-    return launch_forward(query, key, value, plan)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(
+    query: Array, key: Array, value: Array, extras: Extras, plan: Plan
+) -> tuple[Array, Array, Array | None]:
+    return launch_forward(query, key, value, extras, plan)
 
 
-def _attend_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Residuals]:
-    out, lse = launch_forward(query, key, value, plan)
+def _attend_forward(
+    query: Array, key: Array, value: Array, extras: Extras, plan: Plan
+) -> tuple[tuple[Array, Array, Array | None], Residuals]:
+    out, lse, top = launch_forward(query, key, value, extras, plan)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return out, Residuals(query, key, value, out, lse)
+    return (out, lse, top), Residuals(query, key, value, extras, out, lse)
 
 
-def _attend_backward(plan: Plan, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array]:
-    return launch_backward(*residuals, dout, plan)
+def _attend_backward(plan: Plan, residuals: Residuals, cotangents: Any) -> tuple[Any, ...]:
+    dout, dlse, _ = cotangents
+    return launch_backward(*residuals, dout, dlse, plan)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def attend_hopper(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: None,
-    mask: None,
-    query_seq_lengths: None,
-    key_value_seq_lengths: None,
-    prefix_lengths: None,
-    query_segment_ids: None,
-    key_value_segment_ids: None,
-    alibi_slopes: None,
-    sinks: None,
-    *,
-    scale: float,
-    is_causal: bool,
-    local_window_size: None,
-    alignment: str,
-    softcap: None,
-    return_lse: bool,
-    return_max: bool,
-    deterministic: bool,
-) -> Array:
-    """Returns attention [B, T, H, D] of operands that `unsupported` lets pass."""
+def attend_hopper(*operands: Array | None, **options: Any) -> Array | tuple[Array, ...]:
+    """Returns attention [B, T, H, V], then lse and max as asked for, of `Operands` and `Options`.
+
+    The call is one that `unsupported` lets pass.
+    """
+    given, asked = Operands(*operands), Options(**options)  # pyright: ignore[reportArgumentType]
+    region = Region(
+        given.query.shape[1],
+        given.key.shape[1],
+        asked.is_causal,
+        asked.local_window_size,
+        asked.alignment == "bottom_right",
+    )
+    wide, value_wide = widths(given.query.shape[-1], given.value.shape[-1])
+    query, key = (_widened(x, wide) for x in (given.query, given.key))
+    value, extras = _widened(given.value, value_wide), _extras(given, region)
     # The backward pass is traced later, perhaps outside of `tpjax.use`: the plan keeps the choice.
     interpret = current_target().interpret
-    features = query.shape[-1]
-    shapes = query.shape, key.shape, query.dtype.name, is_causal
-    guess = heuristic(features, query.shape[1], key.shape[1], interpret)
-    config = config_for("flash_attention", shapes, CONFIGS[features], guess)
-    return _attend(query, key, value, Plan(scale, is_causal, config, interpret))
+    dense = any(x is not None for x in (extras.bias, extras.mask))
+    shapes = query.shape, key.shape, value.shape, query.dtype.name, region, dense
+    guess = heuristic(wide, value_wide, max(query.shape[1], key.shape[1]), dense, interpret)
+    config = config_for("flash_attention", shapes, CONFIGS[wide, value_wide], guess)
+    plan = Plan(
+        region, asked.scale, asked.softcap, asked.return_max, asked.deterministic, config, interpret
+    )
+    out, lse, top = _attend(query, key, value, extras, plan)
+    results = [out[..., : given.value.shape[-1]]]
+    if asked.return_lse:
+        results.append(lse.swapaxes(1, 2))
+    if top is not None:
+        results.append(jax.lax.stop_gradient(top).swapaxes(1, 2))
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _widened(x: Array, features: int) -> Array:
+    """Returns the array with zeros up to so many features: they change no product."""
+    short = features - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)]) if short else x
+
+
+def _extras(given: Operands, region: Region) -> Extras:
+    batch, scores = given.query.shape[0], (region.num_queries, region.num_keys)
+
+    def like_scores(x: Array | None, dtype: Any) -> Array | None:
+        if x is None:
+            return None
+        if x.shape[2:] == (1, 1) and scores != (1, 1):
+            x = jnp.broadcast_to(x, (*x.shape[:3], region.num_keys))
+        return x.astype(dtype)
+
+    lengths = given.query_seq_lengths, given.key_value_seq_lengths, given.prefix_lengths
+    bounds = None
+    if any(x is not None for x in lengths):
+        zero = jnp.zeros(batch, jnp.int32)
+        numbers = region.bounds(*lengths)
+        bounds = jnp.stack([zero if x is None else zero + x for x in numbers], 1)
+    query_ids, key_ids = given.query_segment_ids, given.key_value_segment_ids
+    if query_ids is not None and key_ids is not None:
+        query_ids, key_ids = first_places(query_ids, key_ids)
+    bias, narrow = given.bias, jnp.float32
+    if bias is not None and bias.dtype.itemsize <= 2:
+        narrow = bias.dtype
+    slopes, sinks = (
+        None if x is None else x.astype(jnp.float32) for x in (given.alibi_slopes, given.sinks)
+    )
+    mask = like_scores(given.mask, jnp.int8)
+    return Extras(like_scores(bias, narrow), mask, bounds, query_ids, key_ids, slopes, sinks)

@@ -1,0 +1,186 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The backward kernel of attention for query: dquery = scale dx key, as `backward` says."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tpjax.pallas._mgpu import accumulate, out_like, pl, plgpu, row_tile
+from tpjax.pallas.attention.blocks import Span, tile_order
+from tpjax.pallas.attention.config import ROWS, compute_registers
+from tpjax.pallas.attention.cotangents import Cotangents, launch
+from tpjax.pallas.attention.extras import Extras, key_spans, tiled
+from tpjax.pallas.attention.forward import TileFacts, by_row, filled
+from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
+from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile
+
+
+class _QueryWalk(NamedTuple):
+    """What one worker needs to gather dquery of its rows over the key blocks, last to first."""
+
+    query: Any
+    dout: Any
+    lse: Array
+    delta: Array
+    start: Array
+    ids: Array | None
+    span: Span
+    keys: Ring
+    values: Ring
+    scores: Scores
+    facts: TileFacts
+
+
+def _query_step(
+    step: Array, sums: tuple[Array, Array | None], walk: _QueryWalk, at_edge: bool
+) -> tuple[Array, Array | None]:
+    """Adds one block of keys to dquery, and to the sums of ds times distance if slopes want it."""
+    plan, scores = walk.facts.plan, walk.scores
+    dq, by_distance = sums
+    block = plan.config.dq_block
+    slot, tile = slot_of(step, plan.config.dq_stages), (ROWS, block)
+    keys, values = walk.keys.buffers[0].at[slot], walk.values.buffers[0].at[slot]
+
+    def products(sums, fresh, by_distance):
+        plgpu.barrier_wait(walk.keys.ready.at[slot])
+        fresh[0].add(walk.query, keys.transpose((1, 0)))
+        plgpu.barrier_wait(walk.values.ready.at[slot])
+        fresh[1].add(walk.dout, values.transpose((1, 0)))
+        where = Tile(walk.start, (walk.span.stop - 1 - step) * block, tile)
+        scored, factor, gain = scores.values(fresh[0].value(pending=1), where)
+        weights = jnp.exp2(scored * factor - by_row(walk.lse, tile))
+        seen = scores.seen(where, at_edge, walk.ids)
+        if seen is not None:
+            weights = jnp.where(seen, weights, 0.0)
+        weights = lax.optimization_barrier(weights)
+        dweights = fresh[1].value()
+        plgpu.barrier_arrive(walk.values.free.at[slot])
+        ds = weights * (dweights - by_row(walk.delta, tile))
+        if seen is not None:
+            ds = jnp.where(seen, ds, 0.0)  # what is hidden may be infinite or NaN
+        if by_distance is not None:
+            by_distance = by_distance + (ds * scores.distance(where)).sum(axis=1)
+        dx = ds if gain is None else ds * gain
+        sums[0].add(dx.astype(walk.query.dtype), keys)
+        return by_distance
+
+    (dq,), by_distance = accumulate(
+        products, [dq], by_distance, fresh=[tile] * 2, interpret=plan.interpret
+    )
+    plgpu.barrier_arrive(walk.keys.free.at[slot])
+    return dq, by_distance
+
+
+def _query_sums(walk: _QueryWalk, steps: Array, wants_distance: bool) -> tuple[Array, Any]:
+    """Gathers dquery over all blocks; those that may cross an edge are the first and the last."""
+    ends_left, ends = walk.scores.edges(walk.facts.plan.config.dq_block)
+    sums = (
+        filled(0, (ROWS, walk.facts.features)),
+        filled(0, (ROWS,), WGMMA.reduce(1)) if wants_distance else None,
+    )
+    at_edge = partial(_query_step, walk=walk, at_edge=True)
+    step, whole = jnp.int32(0), steps
+    if ends:
+        step = jnp.int32(walk.span.stop - walk.span.full_stop)
+        sums = lax.fori_loop(0, step, at_edge, sums)
+    if ends_left:
+        whole = jnp.maximum(step, walk.span.stop - walk.span.full_start)
+    sums = lax.fori_loop(step, whole, partial(_query_step, walk=walk, at_edge=False), sums)
+    return lax.fori_loop(whole, steps, at_edge, sums) if ends_left else sums
+
+
+def _query_kernel(
+    q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dq_ref, distance_ref,
+    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready,
+    v_free, *, facts: TileFacts,
+):  # fmt: skip
+    """dquery of 64 rows for each worker; keys and values stream through rings."""
+    config = facts.plan.config
+    workers, block = config.dq_warpgroups, config.dq_block
+    batch, head, tile = facts.locate(lax.axis_index("tile"))
+    worker = lax.axis_index("worker")
+    tile_start = tile * (workers * ROWS)
+    scores = Scores(facts.plan, extras, spans, batch, head, query_axis=0)
+    span = scores.span(tile, workers * ROWS, block)
+    steps = jnp.int32(span.stop - span.start)
+    keys, values = Ring((k_smem,), k_ready, k_free), Ring((v_smem,), v_ready, v_free)
+
+    @pl.when(worker < workers)
+    def _compute():
+        plgpu.set_max_registers(compute_registers(workers), action="increase")
+        start = tile_start + worker * ROWS
+        rows, line = (batch, pl.ds(start, ROWS), head), (batch, head, pl.ds(start, ROWS))
+        own = tuple(smem.at[worker] for smem in (q_smem, do_smem, lse_smem, delta_smem))
+        dout_ref, *line_refs = cotangents
+        sources = (q_ref.at[rows], dout_ref.at[rows], *(ref.at[line] for ref in line_refs))
+        for source, smem in zip(sources, own, strict=True):
+            plgpu.copy_gmem_to_smem(source, smem, own_ready.at[worker])
+        ids = scores.ids(start, ROWS, axis=0)
+        plgpu.barrier_wait(own_ready.at[worker])
+        query, dout, *lines = own
+        lse, delta = (plgpu.load(x, layout=WGMMA.reduce(1)) for x in lines)
+        walk = _QueryWalk(
+            query, dout, lse, delta, start, ids, span, keys, values, scores, facts
+        )  # fmt: skip
+        dq, by_distance = _query_sums(walk, steps, wants_distance=distance_ref is not None)
+        query[...] = (dq * facts.plan.scale).astype(query.dtype)
+        if distance_ref is not None:
+            own[2][...] = by_distance
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(query, dq_ref.at[rows])
+        if distance_ref is not None:
+            plgpu.copy_smem_to_gmem(own[2], distance_ref.at[line])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(worker == workers)
+    def _load():
+        plgpu.set_max_registers(24, action="decrease")
+        kv_head = lax.div(head, jnp.int32(facts.group))
+
+        def sources(step):
+            rows = (batch, pl.ds((span.stop - 1 - step) * block, block), kv_head)
+            return (k_ref.at[rows],), (v_ref.at[rows],)
+
+        fill(steps, config.dq_stages, (keys, values), sources)
+
+
+def query_gradient(
+    q: Array, k: Array, v: Array, cotangents: Cotangents, extras: Extras, plan: Plan
+) -> tuple[Array, Array | None]:
+    """Runs the kernel for query.
+
+    Args:
+      q, k, v: operands whose tokens come in multiples of `TMA_ROWS`.
+      cotangents: the same; its lines have room for every tile.
+      extras: as in the forward pass.
+      plan: the same.
+
+    Returns:
+      dquery, and with slopes the sums of ds times distance [B, H, T or more], else None.
+    """
+    (batch, _, heads, features), dtype = q.shape, q.dtype
+    workers, stages, block = plan.config.dq_warpgroups, plan.config.dq_stages, plan.config.dq_block
+    value_features, rows = v.shape[-1], workers * ROWS
+    group, num_tiles = heads // k.shape[2], pl.cdiv(plan.region.num_queries, rows)
+    head_bytes = k.shape[1] * (features + value_features) * dtype.itemsize
+    order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
+    facts = TileFacts(plan, order, heads, group, features, value_features)
+    scratch = [
+        row_tile((workers, ROWS, features), dtype),
+        row_tile((workers, ROWS, value_features), dtype),
+        *(plgpu.SMEM((workers, ROWS), jnp.float32) for _ in ("lse", "delta")),
+        row_tile((stages, block, features), dtype),
+        row_tile((stages, block, value_features), dtype),
+        plgpu.Barrier(num_arrivals=4, num_barriers=workers),
+        *ring_barriers(workers, stages, copies=1),
+        *ring_barriers(workers, stages, copies=1),
+    ]
+    name, grid = "flash_attention_backward_query", num_tiles * batch * heads
+    line = out_like(q, (batch, heads, num_tiles * rows), jnp.float32)
+    out_type = [out_like(q, q.shape, dtype), None if extras.slopes is None else line]
+    kernel = launch(_query_kernel, name, facts, workers, grid, out_type, scratch)
+    spans = key_spans(extras, plan.region, num_tiles, rows, block)
+    return kernel(q, k, v, cotangents, tiled(extras, rows, block), spans)

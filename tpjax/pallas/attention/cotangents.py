@@ -1,0 +1,58 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the backward kernels of attention share: what they are given, and how they are started."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tpjax.pallas._mgpu import gpu_kernel, interpret_params, plgpu
+from tpjax.pallas.attention.forward import pad_tokens
+from tpjax.pallas.attention.scores import LOG2E
+
+
+class Cotangents(NamedTuple):
+    """What the backward kernels are given besides the operands of the forward one.
+
+    The lines are float32 [B, H, T] in units of log2 for `lse`, infinity where nothing is seen, so
+    that all weights of that query are zero.
+    """
+
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+def cotangents_of(
+    out: Array, lse: Array, dout: Array, dlse: Array, room: int
+) -> tuple[Cotangents, Array]:
+    """Returns what the kernels are given, its lines with room for tiles of that many; and delta."""
+    # The kernels multiply the rounded dout: XLA may not add up what it was rounded from.
+    dout = lax.optimization_barrier(dout)
+    delta = jnp.einsum(
+        "bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest"
+    )
+    delta = delta - dlse
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    lines = (pad_tokens(x, room, axis=2) for x in (lse, delta))
+    return Cotangents(pad_tokens(dout), *lines), delta
+
+
+def launch(
+    body: Any, name: str, facts: Any, workers: int, grid: int, out_type: Any, scratch: Any
+) -> Any:
+    """Returns the kernel of one computing warpgroup more than `workers`, over `grid` tiles."""
+    return gpu_kernel(
+        partial(body, facts=facts),
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(grid,),
+        grid_names=("tile",),
+        num_threads=workers + 1,
+        thread_name="worker",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret_params(facts.plan.interpret, workers + 1),
+        kernel_name=name,
+    )
