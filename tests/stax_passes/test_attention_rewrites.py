@@ -254,6 +254,19 @@ def test_cross_attention_with_other_length() -> None:
     assert_same("cross", full, new, tuple(args), 3e-6)
 
 
+def test_values_of_another_width() -> None:
+    """Values need not have the features of queries and keys, as in latent attention."""
+    shapes = [(5, H, 12), (T, 2, 12), (T, 2, D)]
+    args = [inputs(f"f32[{B},{n},{h},{d}]", i) for i, (n, h, d) in enumerate(shapes)]
+
+    def fn(q, k, v):
+        return full(q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2))
+
+    new, report = rewritten(fn, fuse_attention, *args)
+    assert len(report.hits) == 1, report.near_misses
+    assert_same("wide", fn, new, tuple(args), 3e-6)
+
+
 def softcap(q, k, v):
     return out(softmax(5 * jnp.tanh(scores(q, k) / 5), -1), v)
 

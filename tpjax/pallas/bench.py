@@ -78,6 +78,12 @@ def median_ms(fn: Callable[..., Any], *args: Any, budget_ms: float = 200.0) -> f
     return sorted(times)[GROUPS // 2]
 
 
+def _cotangent(op: Op, sample: Sample, args: list[Any]) -> Any:
+    """Returns random cotangents of the results."""
+    results = jax.eval_shape(sample.call_of(op.fn), *args)
+    return jax.tree.map(lambda x: jax.random.normal(jax.random.key(99), x.shape, x.dtype), results)
+
+
 def _both(op: Op, sample: Sample, args: list[Any]) -> Callable[..., Any]:
     """Returns the function of value and gradients for a cotangent, which is the last argument."""
     at, call = op.differentiable(sample), sample.call_of(op.fn)
@@ -104,8 +110,7 @@ def time_op(op: Op) -> Iterator[Timing]:
             continue
         args = arguments(sample)
         cost = sample.call_of(op.cost)(*args)
-        out = jax.eval_shape(sample.call_of(op.fn), *args)
-        cotangent = jax.random.normal(jax.random.key(99), out.shape).astype(out.dtype)
+        cotangent = _cotangent(op, sample, args)
         forward = sample.call_of(op.fn)
         for name in IMPLEMENTATIONS:
             for direction, fn, given, work in (
@@ -137,8 +142,7 @@ def tune_op(op: Op, store: Store, timer: Callable[..., float] = median_ms) -> It
         if not sample.slow:
             continue
         args = arguments(sample)
-        out = jax.eval_shape(sample.call_of(op.fn), *args)
-        cotangent = jax.random.normal(jax.random.key(99), out.shape).astype(out.dtype)
+        cotangent = _cotangent(op, sample, args)
 
         def measure(sample: Sample = sample, args: Any = (*args, cotangent)) -> float | None:
             try:

@@ -231,11 +231,6 @@ def _attention(
     roles = _roles(
         axes, query, key, value, keys, width, side.features, scores.masks + scores.biases
     )
-    if axes.size(roles.features) != axes.size(roles.width):
-        raise Unknown(
-            f"values have {axes.size(roles.features)} features, queries and keys "
-            f"{axes.size(roles.width)}"
-        )
     masking = _masking(graph, scores, roles)
     arrays = (query, key, value, *masking.masks, *masking.biases)
     root = side.node.outs[0]
