@@ -95,10 +95,10 @@ def test_planted_fault_mask_off_by_one(monkeypatch):
 def test_planted_fault_slot_reused_too_early(monkeypatch):
     """A ring that is filled without waiting for its readers is found by the interpreter."""
 
-    def careless(steps, stages, rings, sources):
+    def careless(steps, rings, sources):
         with monkeypatch.context() as patch:
             patch.setattr(ring, "pl", SimpleNamespace(loop=pl.loop, when=lambda _: lambda _: None))
-            ring.fill(steps, stages, rings, sources)
+            ring.fill(steps, rings, sources)
 
     monkeypatch.setattr(forward, "fill", careless)
     operands = arrays("bf16", (1,), 64, 256, 1, 1, 64)[:3]

@@ -145,7 +145,7 @@ def _bias_kernel(
                 (dout.at[own, tokens, at], delta.at[line], v_ref.at[own, keys, kv_head]),
             )
 
-        fill(steps, facts.stages, rings, sources)
+        fill(steps, rings, sources)
 
 
 def bias_gradient(

@@ -150,7 +150,7 @@ def _key_value_kernel(
             dout, lse, delta = cotangents
             return (q_ref.at[rows], lse.at[line]), (dout.at[rows], delta.at[line])
 
-        fill(steps * facts.group, config.dkv_stages, (queries, douts), sources)
+        fill(steps * facts.group, (queries, douts), sources)
 
 
 def key_value_gradient(

@@ -144,7 +144,7 @@ def _query_kernel(
             rows = (batch, pl.ds((span.stop - 1 - step) * block, block), kv_head)
             return (k_ref.at[rows],), (v_ref.at[rows],)
 
-        fill(steps, config.dq_stages, (keys, values), sources)
+        fill(steps, (keys, values), sources)
 
 
 def query_gradient(

@@ -294,7 +294,7 @@ def _forward_kernel(
             rows = (batch, pl.ds((span.stop - 1 - step) * block, block), kv_head)
             return (k_ref.at[rows],), (v_ref.at[rows],)
 
-        fill(steps, config.stages, (keys, values), sources)
+        fill(steps, (keys, values), sources)
 
 
 # One jit for equal calls: the layers of a model lower and assemble the kernel once.

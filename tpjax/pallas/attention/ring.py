@@ -21,6 +21,11 @@ class Ring(NamedTuple):
     free: Any
     """Completes when every computing warpgroup is done with a slot."""
 
+    @property
+    def stages(self) -> int:
+        """Number of slots."""
+        return self.buffers[0].shape[0]
+
 
 def ring_barriers(workers: int, stages: int, copies: int) -> list[Any]:
     """Returns the `ready` and the `free` barriers of a ring whose slots take `copies` copies."""
@@ -36,10 +41,7 @@ def slot_of(step: Array, stages: int) -> Array:
 
 
 def fill(
-    steps: Any,
-    stages: int,
-    rings: Sequence[Ring],
-    sources: Callable[[Array], Sequence[tuple[Any, ...]]],
+    steps: Any, rings: Sequence[Ring], sources: Callable[[Array], Sequence[tuple[Any, ...]]]
 ) -> None:
     """Copies the sources of every step into the rings, each slot as soon as it is free.
 
@@ -47,20 +49,25 @@ def fill(
 
     Args:
       steps: number of steps.
-      stages: number of slots.
       rings: the rings, in the order in which they are needed.
       sources: for a step, what each buffer of each ring is filled with.
     """
 
     @pl.loop(0, steps)
     def _step(step):
-        slot = slot_of(step, stages)
         for ring, refs in zip(rings, sources(step), strict=True):
-            pl.when(step >= stages)(partial(plgpu.barrier_wait, ring.free.at[slot]))
+            slot = slot_of(step, ring.stages)
+            pl.when(step >= ring.stages)(partial(plgpu.barrier_wait, ring.free.at[slot]))
             for ref, buffer in zip(refs, ring.buffers, strict=True):
                 plgpu.copy_gmem_to_smem(ref, buffer.at[slot], ring.ready.at[slot])
 
-    @pl.loop(jnp.maximum(steps - stages, 0), steps)
+    for ring in rings:
+        drain(ring, steps)
+
+
+def drain(ring: Ring, steps: Any) -> None:
+    """Waits until the last of `steps` slots has been freed."""
+
+    @pl.loop(jnp.maximum(steps - ring.stages, 0), steps)
     def _drain(step):
-        for ring in rings:
-            plgpu.barrier_wait(ring.free.at[slot_of(step, stages)])
+        plgpu.barrier_wait(ring.free.at[slot_of(step, ring.stages)])
