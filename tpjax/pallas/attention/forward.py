@@ -210,7 +210,7 @@ def _steps(walk: _Walk) -> _State:
     ends_left, ends = walk.scores.edges(walk.tile[1])
     edged = partial(_next, walk=walk, at_edge=True)
     state, step = _first(walk, ends), jnp.int32(1)
-    if ends:
+    if ends and (walk.facts.plan.region.is_limited or walk.scores.spans is not None):
         whole = jnp.maximum(step, walk.span.stop - walk.span.full_stop)
         state, step = lax.fori_loop(step, whole, edged, state), whole
     whole = walk.steps

@@ -139,7 +139,9 @@ class Scores(NamedTuple):
             region, bounds = self.plan.region, self.bounds()
             query, key = self._positions(tile)
             reach = region.reach(query, bounds)
-            if self.extras.bounds is not None:
+            if self.extras.bounds is not None or not jnp.ndim(reach.last):
+                # Also a vector where a number would do: with that, JAX's search for layouts of
+                # tiles with keys as rows takes minutes.
                 last = jnp.where(query < bounds.num_queries, reach.last, -1)
                 reach = reach._replace(last=last)
             keys = self._over(key, tile, 1 - self.query_axis)
@@ -178,7 +180,9 @@ class Scores(NamedTuple):
 
     def _over(self, x: Any, tile: Tile, axis: int) -> Any:
         """Spreads a vector along an axis over the tile; a number is left as it is."""
-        return lax.broadcast_in_dim(x, tile.shape, [axis]) if jnp.ndim(x) else x
+        # Named, as layouts are not always inferred from the operations that follow.
+        spread = lambda: lax.broadcast_in_dim(x, tile.shape, [axis])  # noqa: E731
+        return plgpu.layout_cast(spread(), WGMMA) if jnp.ndim(x) else x
 
     def _load(self, ref: Any, tile: Tile) -> Array:
         """Returns the tile of an array [B or 1, H or 1, rows or 1, columns or 1]."""
