@@ -180,9 +180,7 @@ class Scores(NamedTuple):
 
     def _over(self, x: Any, tile: Tile, axis: int) -> Any:
         """Spreads a vector along an axis over the tile; a number is left as it is."""
-        # Named, as layouts are not always inferred from the operations that follow.
-        spread = lambda: lax.broadcast_in_dim(x, tile.shape, [axis])  # noqa: E731
-        return plgpu.layout_cast(spread(), WGMMA) if jnp.ndim(x) else x
+        return lax.broadcast_in_dim(x, tile.shape, [axis]) if jnp.ndim(x) else x
 
     def _load(self, ref: Any, tile: Tile) -> Array:
         """Returns the tile of an array [B or 1, H or 1, rows or 1, columns or 1]."""
