@@ -15,6 +15,8 @@ from tests.harness import assert_close, inputs
 from tpjax.core.attention import attention_reference
 from tpjax.pallas.attention.entry import flash_attention
 
+TOL = {"lse": 1e-5, "max": 1e-5, "sees": 0, "finds": 0, "dalibi_slopes": 1.5e-2, "dsinks": 1.5e-2}
+"""By result, where it is not 6e-3. Few numbers, each a sum of the rounding of many outputs."""
 GRADIENTS = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 PACKED = np.repeat([7, 3, 5], [30, 45, 15])[None]
 
@@ -65,8 +67,7 @@ def check(given, *, jit=True):
     got = (jax.jit(run) if jit else run)()
     want = outputs_and_gradients(attention_reference, given)
     for name, expected in want.items():
-        tol = {"lse": 1e-5, "max": 1e-5, "sees": 0, "finds": 0}.get(name, 6e-3)
-        assert_close(name, got[name], expected, tol)
+        assert_close(name, got[name], expected, TOL.get(name, 6e-3))
 
 
 TOGETHER = {
