@@ -17,12 +17,17 @@ from tpjax.pallas.attention.forward import TileFacts, by_row, filled
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
 from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile
 
+WIDE = 192
+"""Features of a head beyond which registers are scarce."""
+
 
 class _QueryWalk(NamedTuple):
     """What one worker needs to gather dquery of its rows over the key blocks, last to first."""
 
     query: Any
+    """Of all workers, as `dout`."""
     dout: Any
+    worker: Array
     lse: Array
     delta: Array
     start: Array
@@ -41,14 +46,16 @@ def _query_step(
     plan, scores = walk.facts.plan, walk.scores
     dq, by_distance = sums
     block = plan.config.dq_block
-    slot, tile = slot_of(step, plan.config.dq_stages), (ROWS, block)
-    keys, values = walk.keys.buffers[0].at[slot], walk.values.buffers[0].at[slot]
+    slot, value_slot = (slot_of(step, ring.stages) for ring in (walk.keys, walk.values))
+    tile, zero = (ROWS, block), _zero(step, walk.facts)
+    keys, values = walk.keys.buffers[0].at[slot], walk.values.buffers[0].at[value_slot + zero]
+    query, dout = (x.at[walk.worker + zero] for x in (walk.query, walk.dout))
 
     def products(sums, fresh, by_distance):
         plgpu.barrier_wait(walk.keys.ready.at[slot])
-        fresh[0].add(walk.query, keys.transpose((1, 0)))
-        plgpu.barrier_wait(walk.values.ready.at[slot])
-        fresh[1].add(walk.dout, values.transpose((1, 0)))
+        fresh[0].add(query, keys.transpose((1, 0)))
+        plgpu.barrier_wait(walk.values.ready.at[value_slot])
+        fresh[1].add(dout, values.transpose((1, 0)))
         where = Tile(walk.start, (walk.span.stop - 1 - step) * block, tile)
         scored, factor, gain = scores.values(fresh[0].value(pending=1), where)
         weights = jnp.exp2(scored * factor - by_row(walk.lse, tile))
@@ -57,14 +64,14 @@ def _query_step(
             weights = jnp.where(seen, weights, 0.0)
         weights = lax.optimization_barrier(weights)
         dweights = fresh[1].value()
-        plgpu.barrier_arrive(walk.values.free.at[slot])
+        plgpu.barrier_arrive(walk.values.free.at[value_slot])
         ds = weights * (dweights - by_row(walk.delta, tile))
         if seen is not None:
             ds = jnp.where(seen, ds, 0.0)  # what is hidden may be infinite or NaN
         if by_distance is not None:
             by_distance = by_distance + (ds * scores.distance(where)).sum(axis=1)
         dx = ds if gain is None else ds * gain
-        sums[0].add(dx.astype(walk.query.dtype), keys)
+        sums[0].add(dx.astype(query.dtype), keys)
         return by_distance
 
     (dq,), by_distance = accumulate(
@@ -72,6 +79,16 @@ def _query_step(
     )
     plgpu.barrier_arrive(walk.keys.free.at[slot])
     return dq, by_distance
+
+
+def _zero(step: Array, facts: TileFacts) -> Any:
+    """Returns zero, for sums as wide as the registers in a way that the compiler cannot know.
+
+    Addresses that stay the same over all steps it would keep in registers, and has none to spare.
+    """
+    if facts.features <= WIDE:
+        return 0
+    return lax.shift_right_logical(lax.optimization_barrier(step), jnp.int32(30))
 
 
 def _query_sums(walk: _QueryWalk, steps: Array, wants_distance: bool) -> tuple[Array, Any]:
@@ -120,11 +137,11 @@ def _query_kernel(
             plgpu.copy_gmem_to_smem(source, smem, own_ready.at[worker])
         ids = scores.ids(start, ROWS, axis=0)
         plgpu.barrier_wait(own_ready.at[worker])
-        query, dout, *lines = own
+        query, _, *lines = own
         lse, delta = (plgpu.load(x, layout=WGMMA.reduce(1)) for x in lines)
         walk = _QueryWalk(
-            query, dout, lse, delta, start, ids, span, keys, values, scores, facts
-        )  # fmt: skip
+            q_smem, do_smem, worker, lse, delta, start, ids, span, keys, values, scores, facts
+        )
         dq, by_distance = _query_sums(walk, steps, wants_distance=distance_ref is not None)
         query[...] = (dq * facts.plan.scale).astype(query.dtype)
         if distance_ref is not None:
@@ -162,7 +179,8 @@ def query_gradient(
       dquery, and with slopes the sums of ds times distance [B, H, T or more], else None.
     """
     (batch, _, heads, features), dtype = q.shape, q.dtype
-    workers, stages, block = plan.config.dq_warpgroups, plan.config.dq_stages, plan.config.dq_block
+    workers, block = plan.config.dq_warpgroups, plan.config.dq_block
+    stages, value_stages = plan.config.dq_stages, plan.config.dq_value_stages
     value_features, rows = v.shape[-1], workers * ROWS
     group, num_tiles = heads // k.shape[2], pl.cdiv(plan.region.num_queries, rows)
     head_bytes = k.shape[1] * (features + value_features) * dtype.itemsize
@@ -173,10 +191,10 @@ def query_gradient(
         row_tile((workers, ROWS, value_features), dtype),
         *(plgpu.SMEM((workers, ROWS), jnp.float32) for _ in ("lse", "delta")),
         row_tile((stages, block, features), dtype),
-        row_tile((stages, block, value_features), dtype),
+        row_tile((value_stages, block, value_features), dtype),
         plgpu.Barrier(num_arrivals=4, num_barriers=workers),
         *ring_barriers(workers, stages, copies=1),
-        *ring_barriers(workers, stages, copies=1),
+        *ring_barriers(workers, value_stages, copies=1),
     ]
     name, grid = "flash_attention_backward_query", num_tiles * batch * heads
     line = out_like(q, (batch, heads, num_tiles * rows), jnp.float32)

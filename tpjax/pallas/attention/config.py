@@ -24,21 +24,36 @@ class Config:
     block: int = 128
     """Forward: keys of a step."""
     stages: int = 2
-    """Forward: blocks of keys, and of values, in shared memory."""
+    """Forward: blocks of keys, and of values, in shared memory; at most 4."""
+    persistent: bool = True
+    """Forward: one block of threads for each multiprocessor, which has one tile after another."""
+    lazy: bool = True
+    """Forward: results are rescaled only where scores grew much (see `forward_worker`)."""
     dq_warpgroups: int = 2
     dq_block: int = 128
     """Gradient of query: keys of a step."""
     dq_stages: int = 2
+    dq_value_stages: int = 2
     dkv_warpgroups: int = 2
     dkv_block: int = 64
     """Gradients of key and value: queries of a step."""
     dkv_stages: int = 3
+    dkv_split: bool = False
+    """Whether two workers share 64 keys, as the sums of wide heads need: see `backward_split`."""
 
 
 CONFIGS = {
     (64, 64): (
-        Config(warpgroups=3, stages=3, dq_warpgroups=3, dq_block=64, dq_stages=4, dkv_stages=4),
-        Config(stages=4, dq_stages=3, dkv_stages=4),
+        Config(
+            warpgroups=3,
+            stages=3,
+            dq_warpgroups=3,
+            dq_block=64,
+            dq_stages=4,
+            dq_value_stages=4,
+            dkv_stages=4,
+        ),
+        Config(stages=4, dq_stages=3, dq_value_stages=3, dkv_stages=4),
         Config(block=64, dq_block=64),
     ),
     (128, 128): (
@@ -46,9 +61,10 @@ CONFIGS = {
         Config(block=64, dq_block=64),
     ),
     (192, 128): (
-        Config(block=64, dq_block=64, dkv_stages=2),
-        Config(block=96, dq_block=64, dkv_stages=2),
+        Config(block=64, dq_block=64, dkv_stages=4, dkv_split=True),
+        Config(block=96, dq_block=64, dkv_stages=4, dkv_split=True),
     ),
+    (256, 256): (Config(block=64, dq_block=64, dq_value_stages=1, dkv_stages=2, dkv_split=True),),
 }
 """By features of keys and of values; the best for long sequences first.
 

@@ -16,8 +16,8 @@ from tpjax.pallas.attention.scores import LOG2E
 class Cotangents(NamedTuple):
     """What the backward kernels are given besides the operands of the forward one.
 
-    The lines are float32 [B, H, T] in units of log2 for `lse`, infinity where nothing is seen, so
-    that all weights of that query are zero.
+    The lines are float32 [B, H, T] in units of log2 for `lse`, infinity where nothing is seen and
+    beyond the last query, so that all weights there are zero.
     """
 
     dout: Any
@@ -36,8 +36,9 @@ def cotangents_of(
     )
     delta = delta - dlse
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-    lines = (pad_tokens(x, room, axis=2) for x in (lse, delta))
-    return Cotangents(pad_tokens(dout), *lines), delta
+    beyond = ((0, 0), (0, 0), (0, -lse.shape[2] % room))
+    lse = jnp.pad(lse, beyond, constant_values=jnp.inf)
+    return Cotangents(pad_tokens(dout), lse, jnp.pad(delta, beyond)), delta
 
 
 def launch(
@@ -52,7 +53,8 @@ def launch(
         grid_names=("tile",),
         num_threads=workers + 1,
         thread_name="worker",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Sums are along rows, inside a warp: they take no shared memory, of which little is left.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret_params(facts.plan.interpret, workers + 1),
         kernel_name=name,
     )
