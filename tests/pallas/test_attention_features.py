@@ -61,13 +61,14 @@ def outputs_and_gradients(fn, given, seed=9):
     return {"out": out, **finite, **seen, **{f"d{n}": x for n, x in gradients.items()}}
 
 
-def check(given, *, jit=True):
-    """Compares the kernels with the reference, each result on its own."""
+def check(given):
+    """Compares the kernels with the reference, each result on its own; returns what was run."""
     run = partial(outputs_and_gradients, partial(flash_attention, implementation="pallas"), given)
-    got = (jax.jit(run) if jit else run)()
-    want = outputs_and_gradients(attention_reference, given)
+    run = jax.jit(run)
+    got, want = run(), outputs_and_gradients(attention_reference, given)
     for name, expected in want.items():
         assert_close(name, got[name], expected, TOL.get(name, 6e-3))
+    return run
 
 
 TOGETHER = {
@@ -147,7 +148,5 @@ def drawn(seed):
 @pytest.mark.parametrize("seed", range(24))
 def test_on_gpu(seed):
     """Features at random together, at real sizes, on the device; and the same bits again."""
-    given = drawn(seed)
-    check(given)
-    run = jax.jit(partial(outputs_and_gradients, flash_attention))
-    assert_close("again", run(given), run(given), 0)
+    run = check(drawn(seed))
+    assert_close("again", run(), run(), 0)
