@@ -72,6 +72,7 @@ class QueryWalk(NamedTuple):
 
     @property
     def tile(self) -> tuple[int, int]:
+        """Keys and queries of a step."""
         return ROWS, self.facts.plan.config.dkv_block
 
     def stop(self, step: Array, member: Array) -> Stop:
