@@ -15,7 +15,7 @@ from tests.harness import run_python
 from tpjax.core import store as stores
 from tpjax.core.store import Store
 from tpjax.pallas import OPS, bench, tuning
-from tpjax.pallas.attention.config import CONFIGS_128
+from tpjax.pallas.attention.config import CONFIGS
 from tpjax.pallas.dispatch import use
 from tpjax.pallas.norms import config as norms
 from tpjax.pallas.tuning import KIND, Request, config_for, tune
@@ -108,7 +108,7 @@ def test_the_kernels_ask(store):
             fits = next(s for s in quick if str(s.specs[0]).endswith(ends))
             one = replace(op, samples=(replace(fits, slow=True),))
             counts.append(len(list(bench.tune_op(one, store, timer))))
-    assert counts == [len(norms.CONFIGS), len(norms.CONFIGS), len(CONFIGS_128)]
+    assert counts == [len(norms.CONFIGS), len(norms.CONFIGS), len(CONFIGS[128, 128])]
     keys = [path.name.split(".")[0] for path in (store.folder / KIND).iterdir()]
     entries = [json.loads(store.get(KIND, key) or b"") for key in keys]
     assert {entry["op"] for entry in entries} == {op.name for op in OPS}
