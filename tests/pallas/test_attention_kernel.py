@@ -4,7 +4,6 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import pytest
 import tpjax
 from tests.harness import assert_close, inputs
 from tpjax.core.attention import attention_reference
-from tpjax.pallas._mgpu import pl
 from tpjax.pallas.attention import blocks, forward, hopper, ring
 from tpjax.pallas.attention.config import CONFIGS, heuristic
 from tpjax.pallas.attention.entry import flash_attention
@@ -95,12 +93,12 @@ def test_planted_fault_mask_off_by_one(monkeypatch):
 def test_planted_fault_slot_reused_too_early(monkeypatch):
     """A ring that is filled without waiting for its readers is found by the interpreter."""
 
-    def careless(steps, rings, sources):
+    def careless(steps, rings, *rest):
         with monkeypatch.context() as patch:
-            patch.setattr(ring, "pl", SimpleNamespace(loop=pl.loop, when=lambda _: lambda _: None))
-            ring.fill(steps, rings, sources)
+            patch.setattr(ring.Ring, "await_free", lambda *_: None)
+            ring.feed(steps, rings, *rest)
 
-    monkeypatch.setattr(forward, "fill", careless)
+    monkeypatch.setattr(forward, "feed", careless)
     operands = arrays("bf16", (1,), 64, 256, 1, 1, 64)[:3]
     message = "RACE DETECTED|no threads observed phase"  # whichever is noticed first
     with tpjax.use(interpret="races"), pytest.raises(Exception, match=message):

@@ -8,14 +8,15 @@ The one module among the kernels that may touch JAX internals; tested on JAX 0.1
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout, Tiling
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray, TiledLayout, Tiling
 from jax.extend.core import jaxpr_as_fun
 
 from tpjax.core.errors import message
@@ -131,6 +132,108 @@ def accumulate_also(
         return body(_InRegisters(jnp.zeros(shape, jnp.float32)))
     scope = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
     return pl.run_scoped(lambda ref: body(_OnTensorCore(ref)), scope)
+
+
+class Signals(NamedTuple):
+    """Barriers, counted from 0, at each of which one warpgroup waits for `arrivals` others.
+
+    On a GPU they are the hardware's named ones, which cost one instruction where an mbarrier is
+    asked again and again, and past which ptxas keeps accumulators it would clear anew. They
+    remember one phase: who arrives must know that the last arrival was noticed.
+    """
+
+    barriers: Any
+    """mbarriers for the interpreter, as `signal_barriers` gives them; else None."""
+    first: int
+    """The name of the first."""
+    arrivals: int
+
+    def wait(self, index: Any) -> None:
+        """Waits until the others have arrived."""
+        if self.barriers is None:
+            self._bar("sync", index)
+        else:
+            plgpu.barrier_wait(self.barriers.at[index])
+
+    def arrive(self, index: Any) -> None:
+        """Arrives, with all that this warpgroup did before."""
+        if self.barriers is None:
+            self._bar("arrive", index)
+        else:
+            plgpu.barrier_arrive(self.barriers.at[index])
+
+    def _bar(self, what: str, index: Any) -> None:
+        threads = WARPGROUP * (self.arrivals + 1)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+        def bar(_: Any, name: Any) -> None:
+            from jaxlib.mlir import ir
+            from jaxlib.mlir.dialects import llvm
+
+            code, void = f"bar.{what} $0, {threads};", ir.Type.parse("!llvm.void")
+            llvm.inline_asm(void, [name.registers[()]], code, "r", has_side_effects=True)
+
+        bar(jnp.asarray(self.first + index, jnp.int32))  # pyright: ignore[reportCallIssue]
+
+
+WARPGROUP = 128
+"""Threads of a warpgroup."""
+OWN_NAMES = range(5, 16)
+"""Names of hardware barriers that Mosaic GPU does not use itself."""
+
+
+def signal_barriers(arrivals: int, names: range, interpret: Interpret) -> Any:
+    """Returns what `Signals` of these names need for `barriers`, among a kernel's scratch types."""
+    if not set(names) <= set(OWN_NAMES):
+        raise ValueError(f"barriers {names} are not all in {OWN_NAMES}")
+    if not interpret:
+        return None
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=len(names))
+
+
+def scale_rows(x: Any, factors: Any, *, mostly_ones: bool, interpret: Interpret) -> Any:
+    """Returns a tile whose rows are multiplied by factors.
+
+    With `mostly_ones` a warp all of whose factors are 1 jumps over the multiplications.
+    """
+    if interpret or not mostly_ones:
+        return x * lax.broadcast_in_dim(factors, x.shape, [0])
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)(
+        _scale_rows_unless_ones
+    )(x, factors)
+
+
+def _scale_rows_unless_ones(_: Any, x: Any, factors: Any) -> Any:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
+    differs = None
+    for register in factors.registers.flat:
+        if isinstance(register.type, ir.VectorType):
+            place = ir.DenseI64ArrayAttr.get([0])
+            register = vector.extract(register, dynamic_position=[], static_position=place)
+        here = arith.cmpf(arith.CmpFPredicate.UNE, register, one)
+        differs = here if differs is None else arith.ori(differs, here)
+    vote = (
+        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+        " selp.u32 $0, 1, 0, p; }"
+    )
+    some = llvm.inline_asm(i32, [arith.extui(i32, differs)], vote, "=r,r", has_side_effects=True)
+    zero = arith.constant(i32, ir.IntegerAttr.get(i32, 0))
+    any_differs = arith.cmpi(arith.CmpIPredicate.ne, some, zero)
+    wide = factors.broadcast_in_dim(x.shape, (0,), x.layout)
+    branch = scf.IfOp(any_differs, [r.type for r in x.registers.flat], has_else=True)
+    for block, result in ((branch.then_block, lambda: x * wide), (branch.else_block, lambda: x)):
+        with ir.InsertionPoint(block):  # pyright: ignore[reportCallIssue, reportArgumentType]
+            scf.yield_(list(result().registers.flat))
+    registers = np.empty(x.registers.shape, dtype=object)
+    for i, register in enumerate(branch.results):
+        registers.flat[i] = register
+    return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
 def add_to_gmem(smem: Any, gmem: Any, *, interpret: Interpret) -> None:

@@ -8,6 +8,7 @@ if causal (or the end of the prefix, if that is later) and the last key. Segment
 (`within_segments`). Positions may be traced integers, or arrays of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -124,6 +125,14 @@ class Region:
             stop = jnp.where(first_key < bounds.num_keys, stop, 0)
         whole = _ceil_div(full_start, block), _floor_div(full_stop, block)
         return _span(_floor_div(start, block), _ceil_div(stop, block), *whole, blocks)
+
+
+def visited(spans: Sequence[Span]) -> tuple[Any, Any]:
+    """Returns the first block that any of the spans visits, and the end of those."""
+    start, stop = spans[0].start, spans[0].stop
+    for span in spans[1:]:
+        start, stop = _least(start, span.start), -_least(-stop, -span.stop)
+    return start, stop
 
 
 def _least(a: Any, b: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tpjax.pallas._mgpu import pl, plgpu
+from tpjax.pallas._mgpu import Signals, pl, plgpu
 
 
 class Ring(NamedTuple):
@@ -19,12 +19,26 @@ class Ring(NamedTuple):
     ready: Any
     """Completes when a slot's copies have arrived."""
     free: Any
-    """Completes when every computing warpgroup is done with a slot."""
+    """Completes when every computing warpgroup is done with a slot: barriers or `Signals`."""
 
     @property
     def stages(self) -> int:
         """Number of slots."""
         return self.buffers[0].shape[0]
+
+    def release(self, slot: Array) -> None:
+        """Says that this warpgroup is done with a slot."""
+        if isinstance(self.free, Signals):
+            self.free.arrive(slot)
+        else:
+            plgpu.barrier_arrive(self.free.at[slot])
+
+    def await_free(self, slot: Array) -> None:
+        """Waits until all are done with a slot."""
+        if isinstance(self.free, Signals):
+            self.free.wait(slot)
+        else:
+            plgpu.barrier_wait(self.free.at[slot])
 
 
 def ring_barriers(workers: int, stages: int, copies: int) -> list[Any]:
@@ -52,17 +66,36 @@ def fill(
       rings: the rings, in the order in which they are needed.
       sources: for a step, what each buffer of each ring is filled with.
     """
+    feed(steps, rings, sources)
+    for ring in rings:
+        drain(ring, steps)
+
+
+def feed(
+    steps: Any,
+    rings: Sequence[Ring],
+    sources: Callable[[Array], Sequence[tuple[Any, ...]]],
+    passed: Any = 0,
+    after_first: Callable[[], None] | None = None,
+) -> None:
+    """Does as `fill`, but returns when all copies have started.
+
+    Args:
+      steps, rings, sources: the same.
+      passed: number of steps that the rings were filled for before.
+      after_first: called when the first step's copy for the first ring has started.
+    """
 
     @pl.loop(0, steps)
     def _step(step):
+        at = passed + step
         for ring, refs in zip(rings, sources(step), strict=True):
-            slot = slot_of(step, ring.stages)
-            pl.when(step >= ring.stages)(partial(plgpu.barrier_wait, ring.free.at[slot]))
+            slot = slot_of(at, ring.stages)
+            pl.when(at >= ring.stages)(partial(ring.await_free, slot))
             for ref, buffer in zip(refs, ring.buffers, strict=True):
                 plgpu.copy_gmem_to_smem(ref, buffer.at[slot], ring.ready.at[slot])
-
-    for ring in rings:
-        drain(ring, steps)
+            if ring is rings[0] and after_first is not None:
+                pl.when(step == 0)(after_first)
 
 
 def drain(ring: Ring, steps: Any) -> None:
@@ -70,4 +103,4 @@ def drain(ring: Ring, steps: Any) -> None:
 
     @pl.loop(jnp.maximum(steps - ring.stages, 0), steps)
     def _drain(step):
-        plgpu.barrier_wait(ring.free.at[slot_of(step, ring.stages)])
+        ring.await_free(slot_of(step, ring.stages))

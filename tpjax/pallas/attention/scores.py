@@ -25,6 +25,16 @@ LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 
 
+def filled(value: float, shape: tuple[int, ...], layout: Any = WGMMA) -> Array:
+    """Returns float32 registers of one value."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def by_row(x: Array, shape: tuple[int, ...]) -> Array:
+    """Repeats one number for each row over the columns of a tile."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
 class Plan(NamedTuple):
     """Everything static about one call."""
 
@@ -89,6 +99,13 @@ class Scores(NamedTuple):
         left = region.window is not None or self.extras.query_ids is not None
         ragged = region.num_keys % block != 0 or self.extras.bounds is not None
         return left, left or ragged or region.is_causal
+
+    def edge_is_one_block(self, rows: int, block: int) -> bool:
+        """Whether every tile of `rows` queries has one block, the last, that needs a mask."""
+        region = self.plan.region
+        if self.spans is not None or not region.is_causal:
+            return self.spans is None and region.window is None
+        return block % rows == 0 and region.bounds().shift % rows == 0
 
     def query_edges(self) -> tuple[bool, bool]:
         """Returns whether queries may end inside a block on the left, and on the right."""
@@ -180,7 +197,9 @@ class Scores(NamedTuple):
 
     def _over(self, x: Any, tile: Tile, axis: int) -> Any:
         """Spreads a vector along an axis over the tile; a number is left as it is."""
-        return lax.broadcast_in_dim(x, tile.shape, [axis]) if jnp.ndim(x) else x
+        # Named, as layouts are not always inferred from the operations that follow.
+        spread = lambda: lax.broadcast_in_dim(x, tile.shape, [axis])  # noqa: E731
+        return plgpu.layout_cast(spread(), WGMMA) if jnp.ndim(x) else x
 
     def _load(self, ref: Any, tile: Tile) -> Array:
         """Returns the tile of an array [B or 1, H or 1, rows or 1, columns or 1]."""

@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""How attention's tiles are dealt to blocks of threads; several tiles for one in the kernel."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tpjax
+from tests.harness import assert_close, inputs
+from tpjax.core.attention import attention_reference
+from tpjax.pallas._mgpu import signal_barriers
+from tpjax.pallas.attention import blocks, forward, hopper
+from tpjax.pallas.attention.config import CONFIGS
+from tpjax.pallas.attention.entry import flash_attention
+from tpjax.pallas.attention.schedule import deal
+
+DEALS = [  # tiles of a head, heads, heads of a section, longest last, blocks of threads
+    (3, 8, 4, True, 5),
+    (3, 8, 4, False, 5),
+    (7, 6, 2, True, 4),
+    (1, 6, 1, True, 4),
+    (4, 4, 4, True, 4),
+    (2, 2, 1, True, 99),
+]
+
+
+def dealt_to(dealt, block):
+    """Returns the tiles that a block of threads gets, in order."""
+    taken = []
+    with jax.disable_jit():
+        dealt.each(jnp.int32(block), lambda index, state: taken.append(int(index)) or state)
+    return taken
+
+
+@pytest.mark.parametrize(("tiles", "heads", "section", "longest_last", "num_blocks"), DEALS)
+def test_every_tile_is_dealt_once(tiles, heads, section, longest_last, num_blocks):
+    """Whatever the number of blocks of threads; of equal tiles nobody gets two more than others."""
+    dealt = deal(blocks.Order(tiles, section, longest_last), heads, num_blocks)
+    found = [dealt_to(dealt, block) for block in range(dealt.blocks)]
+    assert sorted(index for taken in found for index in taken) == list(range(tiles * heads))
+    if not longest_last:
+        counts = [len(x) for x in found]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_causal_tiles_are_dealt_fairly():
+    """The blocks of threads visit about as many blocks of keys each."""
+    order = blocks.tile_order(64, 32, 1, 4 << 20, longest_last=True)
+    dealt = deal(order, 32, 132)
+
+    def work(block):
+        return sum(int(order.locate(jnp.int32(i))[1]) + 1 for i in dealt_to(dealt, block))
+
+    loads = [work(block) for block in range(0, dealt.blocks, 12)]
+    assert max(loads) < 1.05 * np.mean(loads)
+
+
+SEVERAL = {
+    "causal": (200, 200, {"is_causal": True}),
+    "window, two widths": (130, 200, {"local_window_size": (40, 70)}),
+    "documents": (200, 200, {"query_segment_ids": np.repeat([3, 1, 2], [64, 90, 46])[None]}),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_tiles_for_a_block_of_threads(name, monkeypatch):
+    """A block of threads that has several tiles, of several lengths, and workers that skip."""
+    T, S, options = SEVERAL[name]
+    mode = "races" if name == "documents" else True
+    H, V = (3, 96) if "widths" in name else (3, 64)
+    q, k = inputs(f"bf16[1,{T},{H},64]", 0), inputs(f"bf16[1,{S},1,64]", 1)
+    v = inputs(f"bf16[1,{S},1,{V}]", 2)
+    monkeypatch.setattr(forward, "num_sms", lambda: 2)
+    widths = (128, 128) if V > 64 else (64, 64)
+    config = replace(CONFIGS[widths][-1], block=64, persistent=True, lazy=True)
+    monkeypatch.setattr(hopper, "heuristic", lambda *_: config)
+    options = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    with tpjax.use(interpret=mode):
+        out, lse = flash_attention(q, k, v, **options, return_lse=True)
+    want = attention_reference(q, k, v, **options, return_lse=True)
+    assert_close("out", out, want[0], 6e-3)
+    assert_close("lse", lse, want[1], 1e-5)
+
+
+def test_names_of_barriers_are_ours():
+    """A config with too many stages would take a barrier that something else waits at."""
+    with pytest.raises(ValueError, match="barriers"):
+        signal_barriers(2, range(13, 18), False)
