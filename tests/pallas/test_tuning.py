@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel configs: measured by a clock that is told the times, kept, and taken by the kernels."""
 
+import functools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -72,6 +73,32 @@ def test_another_device_jax_or_kernel_was_not_measured(store, monkeypatch):
             patch.setattr(where, name, value)
             assert ask() is norms.CONFIGS[0]
     assert ask() is norms.CONFIGS[1]
+
+
+def test_what_is_recorded_is_shipped_and_the_users_own_comes_first(store, tmp_path, monkeypatch):
+    """`tuned.json` serves the device it was measured on; a measurement in the cache outdoes it."""
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "tuned.json")
+    tuning.SHIPPED.write_text("{}")
+    monkeypatch.setattr(tuning, "_shipped", functools.cache(tuning._shipped.__wrapped__))
+    times = iter([3.0, 2.0, 1.0])
+    tune(REQUEST, lambda: next(times), None)
+    assert ask() is norms.CONFIGS[2]
+    tuning._shipped.cache_clear()
+    assert ask() is norms.CONFIGS[2]
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "_device_kind", lambda: "NVIDIA B200")
+        assert ask() is norms.CONFIGS[0]
+    tuned(REQUEST, list(TIMES), store)
+    assert ask() is norms.CONFIGS[1]
+
+
+def test_what_is_shipped_are_configs_that_exist():
+    """A config that was recorded and is gone would silently be the heuristic's."""
+    names = {"flash_attention": {repr(asdict(c)) for cs in CONFIGS.values() for c in cs}}
+    names |= {op: {repr(asdict(c)) for c in norms.CONFIGS} for op in ("rms_norm", "layer_norm")}
+    for ops in json.loads(tuning.SHIPPED.read_text()).values():
+        for op, entries in ops.items():
+            assert {repr(config) for config in entries.values()} <= names[op]
 
 
 def test_a_config_that_does_not_run_is_not_chosen(store):

@@ -5,6 +5,7 @@
     python -m tpjax.pallas.bench                    # every operator
     python -m tpjax.pallas.bench rms_norm
     python -m tpjax.pallas.bench --tune ~/.cache/tpjax rms_norm
+    python -m tpjax.pallas.bench --record           # the same into tpjax/pallas/tuned.json
 
 Random data; median of five groups of calls, after a warm-up. Work is the row's `cost` forward, and
 for attention 3.5 times that (for a norm, the bytes of five passes instead of two) forward and
@@ -130,12 +131,12 @@ def time_op(op: Op) -> Iterator[Timing]:
                 yield Timing(op.name, str(sample), name, direction, ms, *rates, note)
 
 
-def tune_op(op: Op, store: Store, timer: Callable[..., float] = median_ms) -> Iterator[str]:
+def tune_op(op: Op, store: Store | None, timer: Callable[..., float] = median_ms) -> Iterator[str]:
     """Yields a line for each config of the operator's kernel on each slow sample; keeps the best.
 
     Args:
       op: the operator.
-      store: where the fastest config of each sample goes.
+      store: where the fastest config of each sample goes; None: into `tuned.json`.
       timer: takes a function and its arguments, returns milliseconds a call.
     """
     for sample in op.samples:
@@ -172,13 +173,16 @@ def main(words: list[str]) -> None:
         if len(words) < 2:
             sys.exit("bench: --tune must be followed by the folder that tpjax.cache will be given.")
         folder, words = words[1], words[2:]
+    recording = words[:1] == ["--record"]
+    words = words[1:] if recording else words
     for name in words:
         if name not in known:
             sys.exit(f"bench: unknown operator {name!r}. {did_you_mean(name, known)}")
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     for name in words or known:
-        if folder is not None:
-            for line in tune_op(known[name], Store(Path(folder).expanduser())):
+        if folder is not None or recording:
+            store = None if folder is None else Store(Path(folder).expanduser())
+            for line in tune_op(known[name], store):
                 print(line)
             continue
         for t in time_op(known[name]):

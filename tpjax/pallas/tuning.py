@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which config a kernel runs with: the one given, the one measured on this device, the heuristic's.
+"""Which config a kernel runs with: measured by the user, measured for `tuned.json`, or guessed.
 
 `python -m tpjax.pallas.bench --tune FOLDER` measures; with `tpjax.cache(FOLDER)` on, kernels read
-what it found, by device kind, operator and shapes. Nothing is measured during a user's call, and a
-config changes speed, never meaning.
+what it found, by device kind, operator and shapes. `python -m tpjax.pallas.bench --record` writes
+the same into `tuned.json`, which comes with the library. Nothing is measured during a user's call,
+and a config changes speed, never meaning.
 """
 
 import json
@@ -12,6 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -56,16 +59,38 @@ def config_for(op: str, shapes: Hashable, configs: Sequence[Any], otherwise: Any
         asked.append(request)
     if trial is not None and trial[0] == request:
         return trial[1]
-    store = stores.active()
-    kind = None if store is None else _device_kind()
-    if store is None or kind is None:
+    kind = _device_kind()
+    if kind is None:
         return otherwise
-    raw = store.get(KIND, _key(kind, request))
-    try:
-        found = None if raw is None else json.loads(raw)["config"]
-    except (ValueError, TypeError, KeyError):
-        found = None
+    found = _stored(kind, request) or _shipped().get(kind, {}).get(op, {}).get(repr(shapes))
     return next((config for config in configs if asdict(config) == found), otherwise)
+
+
+def _stored(kind: str, request: Request) -> Any:
+    """Returns what the user's own measurements found, or None."""
+    store = stores.active()
+    raw = None if store is None else store.get(KIND, _key(kind, request))
+    try:
+        return None if raw is None else json.loads(raw)["config"]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+SHIPPED = Path(__file__).with_name("tuned.json")
+"""Configs by device kind, operator and shapes, measured before a release."""
+
+
+@cache
+def _shipped() -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads(SHIPPED.read_text())
+
+
+def record(request: Request, config: Any) -> None:
+    """Writes the config of a request on this device into `tuned.json`."""
+    known, kind = _shipped(), _device_kind()
+    assert kind is not None, "configs are recorded on the device that they were measured on"
+    known.setdefault(kind, {}).setdefault(request.op, {})[repr(request.shapes)] = asdict(config)
+    SHIPPED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 def _device_kind() -> str | None:
@@ -102,14 +127,14 @@ def trying(request: Request, config: Any) -> Iterator[None]:
 
 
 def tune(
-    request: Request, measure: Callable[[], float | None], store: stores.Store
+    request: Request, measure: Callable[[], float | None], store: stores.Store | None
 ) -> tuple[Measured, ...]:
     """Measures every config of the request and keeps the fastest; returns all, fastest first.
 
     Args:
       request: what a kernel asked for on this device.
       measure: runs the call and returns its milliseconds, or None where that config cannot run it.
-      store: where to keep it.
+      store: where to keep it; None: in `tuned.json`.
     """
     found = []
     for config in request.configs:
@@ -117,7 +142,9 @@ def tune(
             found.append(Measured(config, measure()))
     found.sort(key=lambda m: float("inf") if m.ms is None else m.ms)
     kind = _device_kind()
-    if kind is not None and found and found[0].ms is not None:
+    if store is None and found and found[0].ms is not None:
+        record(request, found[0].config)
+    elif store is not None and kind is not None and found and found[0].ms is not None:
         best = {"config": asdict(found[0].config), "ms": found[0].ms, "device": kind}
         entry = best | {"op": request.op, "shapes": repr(request.shapes)}
         store.put(KIND, _key(kind, request), json.dumps(entry).encode())

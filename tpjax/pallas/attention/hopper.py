@@ -19,6 +19,7 @@ from tpjax.pallas.attention.blocks import Region, first_places
 from tpjax.pallas.attention.config import CONFIGS, heuristic, widths
 from tpjax.pallas.attention.extras import Extras
 from tpjax.pallas.attention.forward import launch_forward
+from tpjax.pallas.attention.fused import fits, launch_fused
 from tpjax.pallas.attention.scores import Plan
 from tpjax.pallas.dispatch import current_target
 from tpjax.pallas.tuning import config_for
@@ -79,7 +80,9 @@ def _attend_forward(
 
 def _attend_backward(plan: Plan, residuals: Residuals, cotangents: Any) -> tuple[Any, ...]:
     dout, dlse, _ = cotangents
-    return launch_backward(*residuals, dout, dlse, plan)
+    wide, value_wide = residuals.query.shape[-1], residuals.value.shape[-1]
+    fused = not plan.deterministic and fits(residuals.extras, wide, value_wide)
+    return (launch_fused if fused else launch_backward)(*residuals, dout, dlse, plan)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

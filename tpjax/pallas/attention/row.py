@@ -105,6 +105,11 @@ FLASH_ATTENTION = Op(
             {"is_causal": True},
             slow=True,
         ),
+        *(
+            Sample((spec,) * 3, {"is_causal": True}, slow=True)
+            for spec in ("bf16[8,2048,16,128]", "bf16[2,8192,16,128]", "bf16[4,4096,32,64]")
+        ),
+        Sample(("bf16[4,4096,8,256]",) * 3, {"is_causal": True}, slow=True),
     ),
     diff=tuple(map(list(signature(flash_attention).parameters).index, DIFFERENTIABLE)),
     tol={"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12},
