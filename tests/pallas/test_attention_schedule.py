@@ -66,8 +66,11 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_several_tiles_for_a_block_of_threads(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "alternates"),
+    [*((name, False) for name in SEVERAL), ("causal", True), ("documents", True)],
+)
+def test_several_tiles_for_a_block_of_threads(name, alternates, monkeypatch):
     """A block of threads that has several tiles, of several lengths, and workers that skip."""
     T, S, options = SEVERAL[name]
     mode = "races" if name == "documents" else True
@@ -76,7 +79,7 @@ def test_several_tiles_for_a_block_of_threads(name, monkeypatch):
     v = inputs(f"bf16[1,{S},1,{V}]", 2)
     monkeypatch.setattr(forward, "num_sms", lambda: 2)
     widths = (128, 128) if V > 64 else (64, 64)
-    config = replace(CONFIGS[widths][-1], block=64, persistent=True, lazy=True)
+    config = replace(CONFIGS[widths][-1], block=64, alternates=alternates)
     monkeypatch.setattr(hopper, "heuristic", lambda *_: config)
     options = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     with tpjax.use(interpret=mode):

@@ -29,6 +29,8 @@ class Config:
     """Forward: one block of threads for each multiprocessor, which has one tile after another."""
     lazy: bool = True
     """Forward: results are rescaled only where scores grew much (see `forward_worker`)."""
+    alternates: bool = False
+    """Forward: a worker's softmax runs under the products of others, not under its own."""
     dq_warpgroups: int = 2
     dq_block: int = 128
     """Gradient of query: keys of a step."""
@@ -47,6 +49,7 @@ CONFIGS = {
         Config(
             warpgroups=3,
             stages=3,
+            alternates=True,
             dq_warpgroups=3,
             dq_block=64,
             dq_stages=4,

@@ -5,9 +5,10 @@
     top' = max(top, scores)   weights = 2^(scores - top')
     total' = 2^(top - top') total + sum(weights)    out' = 2^(top - top') out + weights value
 
-Each step starts the product of the queries with its keys and, behind it, the product of the last
-step's weights with their values, so that the softmax runs under matrix work; the workers take turns
-at the tensor cores.
+The softmax runs under matrix work, in one of two ways, and workers take turns at the tensor cores.
+Overlapped: each step starts the product of the queries with its keys and, behind it, the product of
+the last step's weights with their values. Alternating: a worker's softmax runs under the products
+of another, which needs fewer registers.
 
 A lazy worker keeps `top` until it is exceeded by 8 (in units of log2) and so seldom has anything to
 rescale: weights and totals up to 2^8 times as large lose nothing in floating point, and all results
@@ -15,7 +16,6 @@ are relative to the same `top`.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -93,10 +93,12 @@ class Walk(NamedTuple):
         """Returns the reference to a step's block."""
         return ring.buffers[0].at[self.slot(ring, step)]
 
-    def take_turn(self, start: Callable[[], None]) -> None:
-        """Starts matrix products when it is this worker's turn, and passes the turn on."""
+    def await_turn(self) -> None:
+        """Waits until it is this worker's turn to start matrix products."""
         self.turns.wait(self.worker)
-        start()
+
+    def pass_turn(self) -> None:
+        """Hands the turn to the next worker."""
         self.turns.arrive(lax.rem(self.worker + 1, jnp.int32(self.facts.plan.config.warpgroups)))
 
 
@@ -106,7 +108,8 @@ class _State(NamedTuple):
     out: Array
     top: Array
     total: Array
-    weights: Array
+    weights: Array | None
+    """None where they were used already."""
 
 
 def _weights(
@@ -141,8 +144,9 @@ def _first(walk: Walk, at_edge: bool) -> _State:
 
     def products_of(_, fresh, state):
         del state
-        keys = walk.block_of(walk.keys, step).transpose((1, 0))
-        walk.take_turn(lambda: fresh[0].add(walk.query, keys))
+        walk.await_turn()
+        fresh[0].add(walk.query, walk.block_of(walk.keys, step).transpose((1, 0)))
+        walk.pass_turn()
         return fresh[0].value()
 
     _, products = accumulate(
@@ -162,13 +166,11 @@ def _next(step: Array, state: _State, walk: Walk, at_edge: bool) -> _State:
 
     def products(sums, fresh, old):
         top, total, *_ = old
-
-        def start():
-            fresh[0].add(walk.query, walk.block_of(walk.keys, step).transpose((1, 0)))
-            walk.wait(walk.values, step - 1)
-            sums[0].add(state.weights, walk.block_of(walk.values, step - 1))
-
-        walk.take_turn(start)
+        walk.await_turn()
+        fresh[0].add(walk.query, walk.block_of(walk.keys, step).transpose((1, 0)))
+        walk.wait(walk.values, step - 1)
+        sums[0].add(state.weights, walk.block_of(walk.values, step - 1))
+        walk.pass_turn()
         found = fresh[0].value(pending=1)
         walk.release(walk.keys, step)
         weights, added, top, shrink = _weights(walk, step, found, top, at_edge)
@@ -191,38 +193,43 @@ def _next(step: Array, state: _State, walk: Walk, at_edge: bool) -> _State:
     return _State(out, top, total, weights.astype(walk.query.dtype))
 
 
-def _own_steps(walk: Walk) -> _State:
-    """Walks over the own blocks; those that may cross an edge are the first and the last ones."""
+def _own_steps(
+    walk: Walk, state: _State, step_of: Callable[[Array, _State, Walk, bool], _State]
+) -> _State:
+    """Walks over the own blocks but the first; those that may cross an edge come first and last."""
     ends_left, ends = walk.scores.edges(walk.tile[1])
-    edged = partial(_next, walk=walk, at_edge=True)
-    state, step, whole = _first(walk, ends), walk.first + 1, walk.stop
+    edged, inside = (lambda i, s, edge=edge: step_of(i, s, walk, edge) for edge in (True, False))
+    step, whole = walk.first + 1, walk.stop
     if ends and not walk.scores.edge_is_one_block(*walk.tile):
         after = jnp.maximum(step, walk.end - walk.span.full_stop)
         state, step = lax.fori_loop(step, after, edged, state), after
     if ends_left:
         whole = jnp.maximum(step, walk.end - walk.span.full_start)
-    state = lax.fori_loop(step, whole, partial(_next, walk=walk, at_edge=False), state)
+    state = lax.fori_loop(step, whole, inside, state)
     return lax.fori_loop(whole, walk.stop, edged, state) if ends_left else state
 
 
-def _others_steps(walk: Walk, start: Any, stop: Any) -> None:
-    """Passes by blocks that only other workers see."""
-
-    @pl.loop(start, stop)
-    def _step(step):
-        walk.take_turn(lambda: None)
-        for ring in (walk.keys, walk.values):
-            # Free slots are signalled by barriers with one phase: not before the slot was filled.
-            walk.wait(ring, step)
-            walk.release(ring, step)
+def _pass_by(walk: Walk, step: Array) -> None:
+    for ring in (walk.keys, walk.values):
+        # Free slots are signalled by barriers with one phase: not before the slot was filled.
+        walk.wait(ring, step)
+        walk.release(ring, step)
 
 
-def attend(walk: Walk) -> tuple[Array, Array, Array]:
-    """Returns one worker's output, and lse and max in units of log2."""
+def _overlapped(walk: Walk) -> _State:
+    """Goes all the way with the softmax under the own products."""
     ends_left, ends = walk.scores.edges(walk.tile[1])
+
+    def others_steps(start: Any, stop: Any) -> None:
+        @pl.loop(start, stop)
+        def _step(step):
+            walk.await_turn()
+            walk.pass_turn()
+            _pass_by(walk, step)
+
     if ends:
-        _others_steps(walk, 0, walk.first)
-    state, last = _own_steps(walk), walk.stop - 1
+        others_steps(0, walk.first)
+    state, last = _own_steps(walk, _first(walk, ends), _next), walk.stop - 1
     walk.queries_free()
     walk.wait(walk.values, last)
 
@@ -234,7 +241,67 @@ def attend(walk: Walk) -> tuple[Array, Array, Array]:
     (out,), _ = accumulate(finish, [state.out], (), fresh=[], interpret=interpret)
     walk.release(walk.values, last)
     if ends_left:
-        _others_steps(walk, walk.stop, walk.steps)
+        others_steps(walk.stop, walk.steps)
+    return state._replace(out=out)
+
+
+def _alternate(step: Array, state: _State, walk: Walk, at_edge: bool) -> _State:
+    """Forms a block's weights while others multiply, and adds its values; the turn is held."""
+    tile, interpret = walk.tile, walk.facts.plan.interpret
+
+    def scores(_, fresh, state):
+        fresh[0].add(walk.query, walk.block_of(walk.keys, step).transpose((1, 0)))
+        walk.pass_turn()
+        return fresh[0].value()
+
+    _, found = accumulate(scores, [], filled(0, tile), fresh=[tile], interpret=interpret)
+    walk.release(walk.keys, step)
+    weights, added, top, shrink = _weights(walk, step, found, state.top, at_edge)
+    out = scale_rows(state.out, shrink, mostly_ones=walk.is_lazy, interpret=interpret)
+    softmax = out, state.total * shrink + added, top, weights.astype(walk.query.dtype)
+    out, total, top, weights = lax.optimization_barrier(softmax)
+    walk.wait(walk.values, step)
+    walk.await_turn()
+
+    def add_values(sums, _, nothing):
+        sums[0].add(weights, walk.block_of(walk.values, step))
+        _await_next(walk, step)
+        return nothing
+
+    (out,), _ = accumulate(add_values, [out], (), fresh=[], interpret=interpret)
+    walk.release(walk.values, step)
+    return state._replace(out=out, top=top, total=total)
+
+
+def _alternating(walk: Walk) -> _State:
+    """Goes all the way with the softmax under the products of other workers."""
+    ends_left, ends = walk.scores.edges(walk.tile[1])
+
+    def others_steps(start: Any, stop: Any) -> None:
+        @pl.loop(start, stop)
+        def _step(step):
+            walk.pass_turn()
+            _pass_by(walk, step)
+            walk.await_turn()
+
+    walk.await_turn()
+    if ends:
+        others_steps(0, walk.first)
+    walk.wait(walk.keys, walk.first)
+    zero, line = filled(0, (ROWS,), WGMMA.reduce(1)), (ROWS, walk.facts.value_features)
+    no_top = filled(-jnp.inf, (ROWS,), WGMMA.reduce(1))
+    state = _alternate(walk.first, _State(filled(0, line), no_top, zero, None), walk, ends)
+    state = _own_steps(walk, state, _alternate)
+    if ends_left:
+        others_steps(walk.stop, walk.steps)
+    walk.pass_turn()
+    walk.queries_free()
+    return state
+
+
+def attend(walk: Walk) -> tuple[Array, Array, Array]:
+    """Returns one worker's output, and lse and max in units of log2."""
+    state = (_alternating if walk.facts.plan.config.alternates else _overlapped)(walk)
     top, total, shrink = state.top, state.total, jnp.ones_like(state.total)
     if walk.scores.extras.sinks is not None:
         sink = (walk.scores.extras.sinks[walk.scores.head] + 0.0) * LOG2E
@@ -242,4 +309,4 @@ def attend(walk: Walk) -> tuple[Array, Array, Array]:
         shrink = jnp.exp2(state.top - top)
         total = total * shrink + jnp.exp2(sink - top)
     inverse = jnp.where(total == 0, jnp.zeros_like(total), shrink / total)
-    return out * by_row(inverse, out.shape), top + jnp.log2(total), state.top
+    return state.out * by_row(inverse, state.out.shape), top + jnp.log2(total), state.top
