@@ -65,7 +65,7 @@ CONFIGS = {
     ),
     (192, 128): (
         Config(block=64, dq_block=64, dkv_stages=4, dkv_split=True),
-        Config(block=96, dq_block=64, dkv_stages=4, dkv_split=True),
+        Config(block=64, stages=3, dq_block=64, dkv_stages=4, dkv_split=True),
     ),
     (256, 256): (Config(block=64, dq_block=64, dq_value_stages=1, dkv_stages=2, dkv_split=True),),
 }
