@@ -27,8 +27,7 @@ from tpjax.pallas.attention.backward_key_value import key_value_gradient
 from tpjax.pallas.attention.backward_query import query_gradient
 from tpjax.pallas.attention.config import ROWS
 from tpjax.pallas.attention.cotangents import cotangents_of
-from tpjax.pallas.attention.extras import Extras
-from tpjax.pallas.attention.forward import pad_tokens
+from tpjax.pallas.attention.extras import Extras, pad_tokens
 from tpjax.pallas.attention.scores import Plan
 
 

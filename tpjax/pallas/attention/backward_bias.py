@@ -17,9 +17,9 @@ from tpjax.pallas.attention.blocks import Order
 from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, launch
 from tpjax.pallas.attention.extras import Extras, key_spans, tiled
-from tpjax.pallas.attention.forward import TileFacts, by_row, filled
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
-from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile
+from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile, by_row, filled
 
 WORKERS, BLOCK = 2, 64
 BIAS_ROWS = WORKERS * ROWS

@@ -21,7 +21,6 @@ from tpjax.pallas.attention.blocks import tile_order
 from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, launch
 from tpjax.pallas.attention.extras import Extras, query_spans, tiled
-from tpjax.pallas.attention.forward import TileFacts, filled
 from tpjax.pallas.attention.query_walk import (
     QueryWalk,
     Sums,
@@ -31,7 +30,8 @@ from tpjax.pallas.attention.query_walk import (
     store,
 )
 from tpjax.pallas.attention.ring import Ring, ring_barriers
-from tpjax.pallas.attention.scores import Plan
+from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.scores import Plan, filled
 
 
 def _key_value_step(step: Array, sums: Sums, walk: QueryWalk, member: Array, at_edge: bool) -> Sums:

@@ -13,9 +13,9 @@ from tpjax.pallas.attention.blocks import Span, tile_order
 from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, launch
 from tpjax.pallas.attention.extras import Extras, key_spans, tiled
-from tpjax.pallas.attention.forward import TileFacts, by_row, filled
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
-from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile
+from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile, by_row, filled
 
 WIDE = 192
 """Features of a head beyond which registers are scarce."""

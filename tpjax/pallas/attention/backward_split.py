@@ -24,7 +24,6 @@ from tpjax.pallas._mgpu import accumulate, pl, plgpu, row_tile
 from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents
 from tpjax.pallas.attention.extras import Extras
-from tpjax.pallas.attention.forward import TileFacts, filled
 from tpjax.pallas.attention.query_walk import (
     QueryWalk,
     Sums,
@@ -34,7 +33,8 @@ from tpjax.pallas.attention.query_walk import (
     store,
 )
 from tpjax.pallas.attention.ring import Ring, drain, ring_barriers, slot_of
-from tpjax.pallas.attention.scores import WGMMA
+from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.scores import WGMMA, filled
 
 VALUE_WORKER, KEY_WORKER, LOADER = range(3)
 WORKERS = LOADER

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tpjax.pallas._mgpu import gpu_kernel, interpret_params, plgpu
-from tpjax.pallas.attention.forward import pad_tokens
+from tpjax.pallas.attention.extras import pad_tokens
 from tpjax.pallas.attention.scores import LOG2E
 
 

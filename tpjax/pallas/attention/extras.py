@@ -9,6 +9,9 @@ from jax import Array
 
 from tpjax.pallas.attention.blocks import Bounds, Region, Span, within_segments
 
+TMA_ROWS = 8
+"""Tokens come in multiples of this: the rows of the tiles in which shared memory is laid out."""
+
 
 class Extras(NamedTuple):
     """What a call has besides query, key and value: arrays, or in a kernel references to them."""
@@ -27,6 +30,12 @@ class Extras(NamedTuple):
     """float32 [B or 1, H]."""
     sinks: Any = None
     """float32 [H]."""
+
+
+def pad_tokens(x: Array, multiple: int = TMA_ROWS, axis: int = 1) -> Array:
+    """Pads an axis of tokens with zeros to a multiple."""
+    pads = [(0, -size % multiple if a == axis else 0) for a, size in enumerate(x.shape)]
+    return jnp.pad(x, pads) if x.shape[axis] % multiple else x
 
 
 def pad_tiles(x: Array, axis: int, multiple: int) -> Array:

@@ -42,26 +42,16 @@ from tpjax.pallas._mgpu import (
 )
 from tpjax.pallas.attention.blocks import tile_order, visited
 from tpjax.pallas.attention.config import ROWS, compute_registers
-from tpjax.pallas.attention.extras import Extras, key_spans, tiled
+from tpjax.pallas.attention.extras import Extras, key_spans, pad_tokens, tiled
 from tpjax.pallas.attention.forward_worker import Walk, attend
 from tpjax.pallas.attention.ring import Ring, drain, feed
 from tpjax.pallas.attention.schedule import Deal, TileFacts, deal
 from tpjax.pallas.attention.scores import LOG2E, Plan, Scores
-from tpjax.pallas.attention.scores import by_row as by_row
-from tpjax.pallas.attention.scores import filled as filled
 
-TMA_ROWS = 8
-"""Tokens come in multiples of this: the rows of the tiles in which shared memory is laid out."""
 TILE_BYTES = 224 << 10
 """Shared memory of a multiprocessor that tiles may take; the rest is for lines and barriers."""
 TURNS, SLOTS = 5, 8
 """The first of the hardware barriers that pass turns, and of those that free slots."""
-
-
-def pad_tokens(x: Array, multiple: int = TMA_ROWS, axis: int = 1) -> Array:
-    """Pads an axis of tokens with zeros to a multiple."""
-    pads = [(0, -size % multiple if a == axis else 0) for a, size in enumerate(x.shape)]
-    return jnp.pad(x, pads) if x.shape[axis] % multiple else x
 
 
 class _Global(NamedTuple):

@@ -39,10 +39,10 @@ from tpjax.pallas.attention.backward import extras_gradient
 from tpjax.pallas.attention.blocks import Span, tile_order
 from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, cotangents_of, launch
-from tpjax.pallas.attention.extras import Extras, query_spans, tiled
-from tpjax.pallas.attention.forward import TileFacts, filled, pad_tokens
+from tpjax.pallas.attention.extras import Extras, pad_tokens, query_spans, tiled
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
-from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile
+from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile, filled
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from tpjax.pallas.attention.blocks import Span
 from tpjax.pallas.attention.config import ROWS
 from tpjax.pallas.attention.cotangents import Cotangents
 from tpjax.pallas.attention.extras import Extras
-from tpjax.pallas.attention.forward import TileFacts
 from tpjax.pallas.attention.ring import Ring, fill, slot_of
+from tpjax.pallas.attention.schedule import TileFacts
 from tpjax.pallas.attention.scores import WGMMA, Scores, Tile
 
 
