@@ -48,8 +48,8 @@ def _key_value_step(step: Array, sums: Sums, walk: QueryWalk, member: Array, at_
         weights, seen, gain = stop.weights(fresh[0].value(pending=1), lse, walk.ids, at_edge)
         dv.add(weights.astype(value.dtype), stop.dout)
         ds = weights * (fresh[1].value(pending=1) - delta)
-        if seen is not None:
-            ds = jnp.where(seen, ds, 0.0)  # what is hidden may be infinite or NaN
+        if seen is not None and stop.scores.may_hide_garbage:
+            ds = jnp.where(seen, ds, 0.0)
         dx = ds if gain is None else ds * gain
         dk.add(dx.astype(key.dtype), stop.query)
         return nothing

@@ -66,8 +66,8 @@ def _query_step(
         dweights = fresh[1].value()
         plgpu.barrier_arrive(walk.values.free.at[value_slot])
         ds = weights * (dweights - by_row(walk.delta, tile))
-        if seen is not None:
-            ds = jnp.where(seen, ds, 0.0)  # what is hidden may be infinite or NaN
+        if seen is not None and scores.may_hide_garbage:
+            ds = jnp.where(seen, ds, 0.0)
         if by_distance is not None:
             by_distance = by_distance + (ds * scores.distance(where)).sum(axis=1)
         dx = ds if gain is None else ds * gain

@@ -242,8 +242,8 @@ def _step(
             weights = jnp.where(seen, weights, 0.0)
         dv.add(weights.astype(dtype), dout)
         ds = weights * (dweights.value(pending=1) - (0 if begun else by_column(delta)))
-        if seen is not None:
-            ds = jnp.where(seen, ds, 0.0)  # what is hidden may be infinite or NaN
+        if seen is not None and scores.may_hide_garbage:
+            ds = jnp.where(seen, ds, 0.0)
         dx = (ds if gain is None else ds * gain).astype(dtype)
         start_dkey = partial(dk.add, dx, query)
         if walk.share.in_turn or config.dkey_first:

@@ -78,6 +78,13 @@ class Scores(NamedTuple):
         """Whether a query may have no finite score in a tile without edges."""
         return self.extras.mask is not None or self.extras.bias is not None
 
+    @property
+    def may_hide_garbage(self) -> bool:
+        """Whether what is hidden may be anything: then even a weight of zero must not meet it."""
+        extras = self.extras
+        hidden = (extras.bounds, extras.mask, extras.key_ids, extras.bias)
+        return any(x is not None for x in hidden)
+
     def bounds(self) -> Bounds:
         """Returns where the sequence ends."""
         if self.extras.bounds is None:
