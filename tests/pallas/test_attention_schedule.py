@@ -67,13 +67,20 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize(
-    ("name", "alternates"),
-    [*((name, False) for name in SEVERAL), ("causal", True), ("documents", True)],
+    ("name", "alternates", "mode", "own_out"),
+    [
+        ("causal", False, True, True),
+        ("causal", True, True, False),
+        ("window, two widths", False, True, True),
+        ("documents", False, "races", False),
+        ("documents", True, "races", True),
+    ],
 )
-def test_several_tiles_for_a_block_of_threads(name, alternates, monkeypatch):
+def test_several_tiles_for_a_block_of_threads(name, alternates, mode, own_out, monkeypatch):
     """A block of threads that has several tiles, of several lengths, and workers that skip."""
     T, S, options = SEVERAL[name]
-    mode = "races" if name == "documents" else True
+    if not own_out:
+        monkeypatch.setattr(forward, "TILE_BYTES", 0)
     H, V = (3, 96) if "widths" in name else (3, 64)
     q, k = inputs(f"bf16[1,{T},{H},64]", 0), inputs(f"bf16[1,{S},1,64]", 1)
     v = inputs(f"bf16[1,{S},1,{V}]", 2)
@@ -87,6 +94,26 @@ def test_several_tiles_for_a_block_of_threads(name, alternates, monkeypatch):
     want = attention_reference(q, k, v, **options, return_lse=True)
     assert_close("out", out, want[0], 6e-3)
     assert_close("lse", lse, want[1], 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_lazy_rescaling(scale, monkeypatch):
+    """Largest scores that grow by little, by much and not at all, from block to block."""
+    q, k, v = (inputs(f"bf16[1,{n},1,64]", i) for i, n in enumerate((64, 320, 320)))
+    grown = k * jnp.repeat(jnp.array([5.0, 1.0, 1.1, 0.2, 1.0], k.dtype), 64)[None, :, None, None]
+    options = {"scale": scale / 8, "return_lse": True, "alibi_slopes": jnp.array([0.01])}
+    with tpjax.use(interpret=True):
+        lazy = flash_attention(q, grown, v, **options)
+        config = replace(CONFIGS[64, 64][-1], lazy=False)
+        monkeypatch.setattr(hopper, "heuristic", lambda *_: config)
+        eager = flash_attention(q, grown, v, **options)
+    want = attention_reference(q, grown, v, **options)
+    for name, tol, a, b, expected in zip(
+        ("out", "lse"), (6e-3, 1e-5), lazy, eager, want, strict=True
+    ):
+        assert_close(name, a, expected, tol)
+        assert_close(name, a, b, tol)
+    assert not (lazy[0] == eager[0]).all()
 
 
 def test_names_of_barriers_are_ours():
