@@ -113,7 +113,8 @@ def test_lazy_rescaling(scale, monkeypatch):
     ):
         assert_close(name, a, expected, tol)
         assert_close(name, a, b, tol)
-    assert not (lazy[0] == eager[0]).all()
+    # With large scores one key outweighs all others.
+    assert (lazy[0] == eager[0]).all() == (scale > 1)
 
 
 def test_names_of_barriers_are_ours():
