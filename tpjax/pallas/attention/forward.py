@@ -206,11 +206,8 @@ def _load(gmem: _Global, smem: _Shared, facts: TileFacts, deal: Deal) -> None:
 def _forward_kernel(
     query, key, value, extras, spans, out, lse, top, smem: _Shared, *, facts: TileFacts, deal: Deal
 ):
-    gmem, workers = (
-        _Global(query, key, value, extras, spans, out, lse, top),
-        facts.plan.config.warpgroups,
-    )
-    worker = lax.axis_index("worker")
+    gmem = _Global(query, key, value, extras, spans, out, lse, top)
+    worker, workers = lax.axis_index("worker"), facts.plan.config.warpgroups
 
     @pl.when(worker < workers)
     def _compute():

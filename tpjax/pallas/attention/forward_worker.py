@@ -62,19 +62,23 @@ class Walk(NamedTuple):
 
     @property
     def tile(self) -> tuple[int, int]:
+        """The queries and keys of a step."""
         return ROWS, self.facts.plan.config.block
 
     @property
     def is_lazy(self) -> bool:
-        """The largest score itself can only be had by following it."""
+        """Whether `top` may stay behind; where the largest score is a result, it is followed."""
         return self.facts.plan.config.lazy and not self.facts.plan.returns_max
 
     @property
     def first(self) -> Array:
+        """The first step that visits an own block."""
+        # Traced even where spans are numbers: a literal may not enter a `run_state`.
         return self.steps - self.steps + (self.end - self.span.stop)
 
     @property
     def stop(self) -> Array:
+        """The step after the last one that visits an own block."""
         return self.steps - self.steps + (self.end - self.span.start)
 
     def slot(self, ring: Ring, step: Any) -> Array:
