@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -161,31 +160,15 @@ def _span(start: Any, stop: Any, full_start: Any, full_stop: Any, blocks: int) -
     return Span(start, stop, full_start, greater(lesser(full_stop, stop), full_start))
 
 
-def first_places(query_ids: Array, key_ids: Array) -> tuple[Array, Array]:
-    """Returns segment ids [B, T] and [B, S] renamed to where each first stands among the keys.
-
-    Ids are then in order wherever each stands in one run, whatever they are; -1 for a query whose
-    id no key has.
-    """
-
-    def one(query: Array, key: Array) -> tuple[Array, Array]:
-        order = jnp.argsort(key, stable=True)
-        ordered = key[order]
-        at = jnp.searchsorted(ordered, query)
-        found = ordered[jnp.minimum(at, key.size - 1)] == query
-        place = order[jnp.minimum(at, key.size - 1)]
-        own = order[jnp.searchsorted(ordered, key)]
-        return jnp.where(found, place, -1).astype(jnp.int32), own.astype(jnp.int32)
-
-    return jax.vmap(one)(query_ids, key_ids)
-
-
 def within_segments(span: Span, own: Array, others: Array, rows: int, block: int) -> Span:
     """Narrows spans [B, tiles] of tiles of `rows` tokens, to the blocks of `others` they may see.
 
+    Those are the blocks whose least to greatest id meets the tile's: exactly the right ones where
+    ids rise or fall along the sequence, as those of packed documents do, and never too few.
+
     Args:
       span: the spans without segments.
-      own: ids [B, N] of the tokens of the tiles, as `first_places` names them.
+      own: ids [B, N] of the tokens of the tiles.
       others: ids [B, M] of the tokens of the blocks.
       rows: tokens of a tile.
       block: tokens of a block.

@@ -23,7 +23,7 @@ class Extras(NamedTuple):
     bounds: Any = None
     """int32 [B, 4]: the sequences' `Bounds`, where they are not the arrays'."""
     query_ids: Any = None
-    """int32 [B, T], as `first_places` names segments."""
+    """int32 [B, T], segments."""
     key_ids: Any = None
     """int32 [B, S]."""
     slopes: Any = None

@@ -15,7 +15,7 @@ from tpjax.core.operator import Key
 from tpjax.pallas._mgpu import causal_is_miscompiled
 from tpjax.pallas.attention.arguments import Operands, Options
 from tpjax.pallas.attention.backward import launch_backward
-from tpjax.pallas.attention.blocks import Region, first_places
+from tpjax.pallas.attention.blocks import Region
 from tpjax.pallas.attention.config import CONFIGS, heuristic, widths
 from tpjax.pallas.attention.extras import Extras
 from tpjax.pallas.attention.forward import launch_forward
@@ -145,8 +145,6 @@ def _extras(given: Operands, region: Region) -> Extras:
         numbers = region.bounds(*lengths)
         bounds = jnp.stack([zero if x is None else zero + x for x in numbers], 1)
     query_ids, key_ids = given.query_segment_ids, given.key_value_segment_ids
-    if query_ids is not None and key_ids is not None:
-        query_ids, key_ids = first_places(query_ids, key_ids)
     bias, narrow = given.bias, jnp.float32
     if bias is not None and bias.dtype.itemsize <= 2:
         narrow = bias.dtype
