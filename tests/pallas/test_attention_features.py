@@ -13,7 +13,9 @@ import pytest
 import tpjax
 from tests.harness import assert_close, inputs
 from tpjax.core.attention import attention_reference
+from tpjax.core.operator import Target, key_of
 from tpjax.pallas.attention.entry import flash_attention
+from tpjax.pallas.attention.hopper import unsupported
 
 TOL = {"lse": 1e-5, "max": 1e-5, "sees": 0, "finds": 0, "dalibi_slopes": 1.5e-2, "dsinks": 1.5e-2}
 """By result, where it is not 6e-3. Few numbers, each a sum of the rounding of many outputs."""
@@ -157,3 +159,17 @@ def test_on_gpu(seed):
     """Features at random together, at real sizes, on the device; and the same bits again."""
     run = check(drawn(seed))
     assert_close("again", run(), run(), 0)
+
+
+@pytest.mark.parametrize("name", ["query", "bias"])
+def test_sizes_beyond_32_bits_are_refused(name):
+    """An operand that the kernel's 32-bit indices cannot reach goes to XLA, with the reason."""
+    shapes = {"query": (1, 2**17, 2**7, 128), "key": (1, 8, 1, 128), "value": (1, 8, 1, 128)}
+    shapes |= {"bias": (1, 1, 2**16, 2**15)}
+    small = {**shapes, "query": (1, 8, 1, 128), "bias": (1, 1, 8, 8)}
+    target = Target("cuda", "9.0", False)
+    for large, reason in ((False, None), (True, f"its {name} has more than 2147483647 elements")):
+        given = {**small, name: shapes[name]} if large else small
+        avals = {n: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for n, shape in given.items()}
+        said = unsupported(key_of(target, avals, {"is_causal": False}))
+        assert said == reason if reason is None else reason in (said or "")
