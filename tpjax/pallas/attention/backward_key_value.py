@@ -39,26 +39,29 @@ def _key_value_step(step: Array, sums: Sums, walk: QueryWalk, member: Array, at_
     (key, value), stop = walk.own, walk.stop(step, member)
 
     def products(sums, fresh, nothing):
-        dk, dv = sums
-        plgpu.barrier_wait(walk.queries.ready.at[stop.slot])
-        fresh[0].add(key, stop.query.transpose((1, 0)))
-        plgpu.barrier_wait(walk.douts.ready.at[stop.slot])
-        fresh[1].add(value, stop.dout.transpose((1, 0)))
-        lse, delta = stop.by_column(stop.lse), stop.by_column(stop.delta)
-        weights, seen, gain = stop.weights(fresh[0].value(pending=1), lse, walk.ids, at_edge)
+        dk, dv = sums[:2]
+        product, dweights = fresh[0], sums[2] if begun else fresh[1]
+        product.add(key, stop.query.transpose((1, 0)))
+        dweights.add(value, stop.dout.transpose((1, 0)))
+        lse, delta = stop.by_column(stop.lse), 0 if begun else stop.by_column(stop.delta)
+        weights, seen, gain = stop.weights(product.value(pending=1), lse, walk.ids, at_edge)
         dv.add(weights.astype(value.dtype), stop.dout)
-        ds = weights * (fresh[1].value(pending=1) - delta)
+        ds = weights * (dweights.value(pending=1) - delta)
         if seen is not None and stop.scores.may_hide_garbage:
             ds = jnp.where(seen, ds, 0.0)
         dx = ds if gain is None else ds * gain
         dk.add(dx.astype(key.dtype), stop.query)
+        # Under the product: without barriers before them the next step's products start sooner.
+        count, steps = stop.count + 1, (walk.span.stop - walk.span.start) * walk.facts.group
+        pl.when(count < steps)(lambda: walk.enter(count))
         return nothing
 
-    added, _ = accumulate(
-        products, sums, (), fresh=[walk.tile] * 2, interpret=walk.facts.plan.interpret
-    )
+    plan = walk.facts.plan
+    begun = [-stop.by_column(stop.delta)] if plan.config.dkv_delta_first else []
+    fresh = [walk.tile] * (2 - len(begun))
+    added, _ = accumulate(products, [*sums, *begun], (), fresh=fresh, interpret=plan.interpret)
     walk.leave(stop.slot)
-    return tuple(added)
+    return tuple(added[:2])
 
 
 def _key_value_kernel(
@@ -83,6 +86,7 @@ def _key_value_kernel(
         ids = walk.scores.ids(start, ROWS, axis=0)
         plgpu.barrier_wait(own_ready.at[worker])
         zeros = tuple(filled(0, x.shape) for x in own)
+        walk.enter(jnp.int32(0))
         dk, dv = gather(_key_value_step, zeros, walk._replace(own=own, start=start, ids=ids))
         store((dk * facts.plan.scale, key, dk_ref.at[rows]), (dv, value, dv_ref.at[rows]))
 

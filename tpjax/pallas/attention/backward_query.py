@@ -38,6 +38,16 @@ class _QueryWalk(NamedTuple):
     scores: Scores
     facts: TileFacts
 
+    @property
+    def awaits_values(self) -> bool:
+        """Whether values are waited for with the keys; with one stage they come later."""
+        return self.values.stages > 1
+
+    def await_blocks(self, step: Any) -> None:
+        """Waits until a step's blocks have arrived."""
+        for ring in (self.keys, self.values) if self.awaits_values else (self.keys,):
+            plgpu.barrier_wait(ring.ready.at[slot_of(step, ring.stages)])
+
 
 def _query_step(
     step: Array, sums: tuple[Array, Array | None], walk: _QueryWalk, at_edge: bool
@@ -52,20 +62,24 @@ def _query_step(
     query, dout = (x.at[walk.worker + zero] for x in (walk.query, walk.dout))
 
     def products(sums, fresh, by_distance):
-        plgpu.barrier_wait(walk.keys.ready.at[slot])
-        fresh[0].add(query, keys.transpose((1, 0)))
-        plgpu.barrier_wait(walk.values.ready.at[value_slot])
-        fresh[1].add(dout, values.transpose((1, 0)))
+        product, dweights = fresh[0], sums[1] if begun else fresh[1]
+        product.add(query, keys.transpose((1, 0)))
+        if not walk.awaits_values:
+            plgpu.barrier_wait(walk.values.ready.at[value_slot])
+        dweights.add(dout, values.transpose((1, 0)))
         where = Tile(walk.start, (walk.span.stop - 1 - step) * block, tile)
-        scored, factor, gain = scores.values(fresh[0].value(pending=1), where)
+        scored, factor, gain = scores.values(product.value(pending=1), where)
         weights = jnp.exp2(scored * factor - by_row(walk.lse, tile))
         seen = scores.seen(where, at_edge, walk.ids)
         if seen is not None:
             weights = jnp.where(seen, weights, 0.0)
         weights = lax.optimization_barrier(weights)
-        dweights = fresh[1].value()
+        # Where a block of instructions ends is the one place that ptxas moves no arithmetic across:
+        # waiting for the next blocks here keeps the weights before the wait for their derivatives.
+        pl.when(step + 1 < walk.span.stop - walk.span.start)(lambda: walk.await_blocks(step + 1))
+        ds = dweights.value()
         plgpu.barrier_arrive(walk.values.free.at[value_slot])
-        ds = weights * (dweights - by_row(walk.delta, tile))
+        ds = weights * (ds if begun else ds - by_row(walk.delta, tile))
         if seen is not None and scores.may_hide_garbage:
             ds = jnp.where(seen, ds, 0.0)
         if by_distance is not None:
@@ -74,8 +88,10 @@ def _query_step(
         sums[0].add(dx.astype(query.dtype), keys)
         return by_distance
 
-    (dq,), by_distance = accumulate(
-        products, [dq], by_distance, fresh=[tile] * 2, interpret=plan.interpret
+    begun = [by_row(-walk.delta, tile)] if plan.config.dq_delta_first else []
+    fresh = [tile] * (2 - len(begun))
+    (dq, *_), by_distance = accumulate(
+        products, [dq, *begun], by_distance, fresh=fresh, interpret=plan.interpret
     )
     plgpu.barrier_arrive(walk.keys.free.at[slot])
     return dq, by_distance
@@ -142,6 +158,7 @@ def _query_kernel(
         walk = _QueryWalk(
             q_smem, do_smem, worker, lse, delta, start, ids, span, keys, values, scores, facts
         )
+        walk.await_blocks(jnp.int32(0))
         dq, by_distance = _query_sums(walk, steps, wants_distance=distance_ref is not None)
         query[...] = (dq * facts.plan.scale).astype(query.dtype)
         if distance_ref is not None:

@@ -36,10 +36,14 @@ class Config:
     """Gradient of query: keys of a step."""
     dq_stages: int = 2
     dq_value_stages: int = 2
+    dq_delta_first: bool = True
+    """Whether delta is in the sum that the product for dweights adds to, not subtracted from it."""
     dkv_warpgroups: int = 2
     dkv_block: int = 64
     """Gradients of key and value: queries of a step."""
     dkv_stages: int = 3
+    dkv_delta_first: bool = True
+    """As `dq_delta_first`."""
     dkv_split: bool = False
     """Whether two workers share 64 keys, as the sums of wide heads need: see `backward_split`."""
 

@@ -85,6 +85,11 @@ class QueryWalk(NamedTuple):
         where = Tile(self.start, (self.span.start + step) * self.tile[1], self.tile)
         return Stop(count, slot, query, lse, dout, delta, scores, where)
 
+    def enter(self, count: Array) -> None:
+        """Waits until both rings hold what a step needs, of all steps of the walk the `count`th."""
+        for ring in (self.queries, self.douts):
+            plgpu.barrier_wait(ring.ready.at[slot_of(count, ring.stages)])
+
     def leave(self, slot: Array) -> None:
         """Lets a slot of both rings be filled again."""
         plgpu.barrier_arrive(self.queries.free.at[slot])
