@@ -104,7 +104,7 @@ def key_value_gradient(
     value_features, rows = v.shape[-1], math.prod(own)
     group, num_tiles = q.shape[2] // kv_heads, pl.cdiv(plan.region.num_keys, rows)
     head_bytes = group * q.shape[1] * (features + value_features) * dtype.itemsize
-    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, longest_last=False)
+    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, False, config.l2_bytes)
     facts = TileFacts(plan, order, kv_heads, group, features, value_features)
     scratch = [
         *(row_tile((*own, width), dtype) for width in (features, value_features)),

@@ -201,7 +201,14 @@ def query_gradient(
     value_features, rows = v.shape[-1], workers * ROWS
     group, num_tiles = heads // k.shape[2], pl.cdiv(plan.region.num_queries, rows)
     head_bytes = k.shape[1] * (features + value_features) * dtype.itemsize
-    order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
+    order = tile_order(
+        num_tiles,
+        batch * heads,
+        group,
+        head_bytes,
+        plan.region.is_causal,
+        plan.config.l2_bytes,
+    )
     facts = TileFacts(plan, order, heads, group, features, value_features)
     scratch = [
         row_tile((workers, ROWS, features), dtype),

@@ -31,6 +31,8 @@ class Config:
     """Forward: results are rescaled only where scores grew much (see `forward_worker`)."""
     alternates: bool = False
     """Forward: a worker's softmax runs under the products of others, not under its own."""
+    l2_bytes: int = 32 << 20
+    """Backward: what the tiles in flight may share without its being read from memory again."""
     dq_warpgroups: int = 2
     dq_block: int = 128
     """Gradient of query: keys of a step."""
