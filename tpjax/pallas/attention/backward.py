@@ -47,23 +47,28 @@ def launch_backward(
     room = math.lcm(plan.config.dq_warpgroups * ROWS, plan.config.dkv_block, BIAS_ROWS)
     cotangents, delta = cotangents_of(out, lse, dout, dlse, room)
     q, k, v = (pad_tokens(x) for x in (query, key, value))
-    dq, by_distance = query_gradient(q, k, v, cotangents, extras, plan)
+    dq, slope_lines = query_gradient(q, k, v, cotangents, extras, plan)
     dk, dv = key_value_gradient(q, k, v, cotangents, extras, plan)
-    gradients = extras_gradient(extras, lse, delta, by_distance)
+    gradients = extras_gradient(extras, lse, delta)
+    if slope_lines is not None:
+        gradients = gradients._replace(slopes=_slopes_gradient(extras, dlse, *slope_lines))
     if extras.bias is not None:
         gradients = gradients._replace(bias=bias_gradient(q, k, v, cotangents, extras, plan))
     return dq[:, : query.shape[1]], dk[:, : key.shape[1]], dv[:, : key.shape[1]], gradients
 
 
-def extras_gradient(extras: Extras, lse: Array, delta: Array, by_distance: Array | None) -> Extras:
-    """Returns the gradients of slopes and sinks; None elsewhere."""
-    slopes = sinks = None
-    if by_distance is not None:
-        slopes = -by_distance[..., : lse.shape[2]].sum(-1)
-        if extras.slopes.shape[0] == 1:
-            slopes = slopes.sum(0, keepdims=True)
-    if extras.sinks is not None:
-        # The sink's weight, of a value of zero.
-        weights = jnp.exp(extras.sinks[None, :, None] - lse)
-        sinks = -(weights * delta).sum((0, 2))
-    return Extras(slopes=slopes, sinks=sinks)
+def extras_gradient(extras: Extras, lse: Array, delta: Array) -> Extras:
+    """Returns the gradient of sinks; None elsewhere."""
+    if extras.sinks is None:
+        return Extras()
+    # The sink's weight, of a value of zero.
+    weights = jnp.exp(extras.sinks[None, :, None] - lse)
+    return Extras(sinks=-(weights * delta).sum((0, 2)))
+
+
+def _slopes_gradient(extras: Extras, dlse: Array, ds_far: Array, weights_far: Array) -> Array:
+    """Returns the gradient of slopes from the lines of `backward_query`."""
+    tokens = dlse.shape[2]
+    lines = ds_far[..., :tokens] + dlse * weights_far[..., :tokens]
+    own = extras.slopes.shape[0] != 1
+    return -lines.sum(2) if own else -lines.sum((0, 2))[None]

@@ -49,19 +49,42 @@ class _QueryWalk(NamedTuple):
             plgpu.barrier_wait(ring.ready.at[slot_of(step, ring.stages)])
 
 
+class _RowSums(NamedTuple):
+    """Sums over the keys of each query, for the gradient of slopes; d is the distance.
+
+    That is the sum of ds d. But ds holds delta, which comes from the rounded output: delta is off
+    by e = delta + dlse - sum(p dout value^T), and the sum by e sum(p d), which is added back.
+    """
+
+    ds_far: Array
+    ds: Array
+    weights_far: Array
+    weights: Array
+
+    def add(self, ds: Array, weights: Array, far: Array) -> "_RowSums":
+        """Adds a tile."""
+        tiles = ds * far, ds, weights * far, weights
+        return _RowSums(*(old + x.sum(axis=1) for old, x in zip(self, tiles, strict=True)))
+
+    def lines(self, delta: Array) -> tuple[Array, Array]:
+        """Returns the sum but for dlse sum(p d), as no dlse is known here, and sum(p d)."""
+        error = delta * (1 - self.weights) - self.ds
+        return self.ds_far + error * self.weights_far, self.weights_far
+
+
 def _query_step(
-    step: Array, sums: tuple[Array, Array | None], walk: _QueryWalk, at_edge: bool
-) -> tuple[Array, Array | None]:
-    """Adds one block of keys to dquery, and to the sums of ds times distance if slopes want it."""
+    step: Array, sums: tuple[Array, _RowSums | None], walk: _QueryWalk, at_edge: bool
+) -> tuple[Array, _RowSums | None]:
+    """Adds one block of keys to dquery, and to the sums that slopes want."""
     plan, scores = walk.facts.plan, walk.scores
-    dq, by_distance = sums
+    dq, row_sums = sums
     block = plan.config.dq_block
     slot, value_slot = (slot_of(step, ring.stages) for ring in (walk.keys, walk.values))
     tile, zero = (ROWS, block), _zero(step, walk.facts)
     keys, values = walk.keys.buffers[0].at[slot], walk.values.buffers[0].at[value_slot + zero]
     query, dout = (x.at[walk.worker + zero] for x in (walk.query, walk.dout))
 
-    def products(sums, fresh, by_distance):
+    def products(sums, fresh, row_sums):
         product, dweights = fresh[0], sums[1] if begun else fresh[1]
         product.add(query, keys.transpose((1, 0)))
         if not walk.awaits_values:
@@ -82,19 +105,19 @@ def _query_step(
         ds = weights * (ds if begun else ds - by_row(walk.delta, tile))
         if seen is not None and scores.may_hide_garbage:
             ds = jnp.where(seen, ds, 0.0)
-        if by_distance is not None:
-            by_distance = by_distance + (ds * scores.distance(where)).sum(axis=1)
+        if row_sums is not None:
+            row_sums = row_sums.add(ds, weights, scores.distance(where))
         dx = ds if gain is None else ds * gain
         sums[0].add(dx.astype(query.dtype), keys)
-        return by_distance
+        return row_sums
 
     begun = [by_row(-walk.delta, tile)] if plan.config.dq_delta_first else []
     fresh = [tile] * (2 - len(begun))
-    (dq, *_), by_distance = accumulate(
-        products, [dq, *begun], by_distance, fresh=fresh, interpret=plan.interpret
+    (dq, *_), row_sums = accumulate(
+        products, [dq, *begun], row_sums, fresh=fresh, interpret=plan.interpret
     )
     plgpu.barrier_arrive(walk.keys.free.at[slot])
-    return dq, by_distance
+    return dq, row_sums
 
 
 def _zero(step: Array, facts: TileFacts) -> Any:
@@ -107,12 +130,12 @@ def _zero(step: Array, facts: TileFacts) -> Any:
     return lax.shift_right_logical(lax.optimization_barrier(step), jnp.int32(30))
 
 
-def _query_sums(walk: _QueryWalk, steps: Array, wants_distance: bool) -> tuple[Array, Any]:
+def _query_sums(walk: _QueryWalk, steps: Array, for_slopes: bool) -> tuple[Array, Any]:
     """Gathers dquery over all blocks; those that may cross an edge are the first and the last."""
     ends_left, ends = walk.scores.edges(walk.facts.plan.config.dq_block)
     sums = (
         filled(0, (ROWS, walk.facts.features)),
-        filled(0, (ROWS,), WGMMA.reduce(1)) if wants_distance else None,
+        _RowSums(*[filled(0, (ROWS,), WGMMA.reduce(1))] * 4) if for_slopes else None,
     )
     at_edge = partial(_query_step, walk=walk, at_edge=True)
     step, whole = jnp.int32(0), steps
@@ -126,7 +149,7 @@ def _query_sums(walk: _QueryWalk, steps: Array, wants_distance: bool) -> tuple[A
 
 
 def _query_kernel(
-    q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dq_ref, distance_ref,
+    q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dq_ref, slope_refs,
     q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready,
     v_free, *, facts: TileFacts,
 ):  # fmt: skip
@@ -159,14 +182,16 @@ def _query_kernel(
             q_smem, do_smem, worker, lse, delta, start, ids, span, keys, values, scores, facts
         )
         walk.await_blocks(jnp.int32(0))
-        dq, by_distance = _query_sums(walk, steps, wants_distance=distance_ref is not None)
+        dq, row_sums = _query_sums(walk, steps, for_slopes=slope_refs is not None)
         query[...] = (dq * facts.plan.scale).astype(query.dtype)
-        if distance_ref is not None:
-            own[2][...] = by_distance
+        stores = [(query, dq_ref.at[rows])]
+        if row_sums is not None:
+            for smem, x, ref in zip(lines, row_sums.lines(delta), slope_refs, strict=True):
+                smem[...] = x
+                stores.append((smem, ref.at[line]))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(query, dq_ref.at[rows])
-        if distance_ref is not None:
-            plgpu.copy_smem_to_gmem(own[2], distance_ref.at[line])
+        for smem, target in stores:
+            plgpu.copy_smem_to_gmem(smem, target)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(worker == workers)
@@ -183,7 +208,7 @@ def _query_kernel(
 
 def query_gradient(
     q: Array, k: Array, v: Array, cotangents: Cotangents, extras: Extras, plan: Plan
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, tuple[Array, Array] | None]:
     """Runs the kernel for query.
 
     Args:
@@ -193,7 +218,7 @@ def query_gradient(
       plan: the same.
 
     Returns:
-      dquery, and with slopes the sums of ds times distance [B, H, T or more], else None.
+      dquery, and with slopes the two lines [B, H, T or more] of `_RowSums`, else None.
     """
     (batch, _, heads, features), dtype = q.shape, q.dtype
     workers, block = plan.config.dq_warpgroups, plan.config.dq_block
@@ -222,7 +247,7 @@ def query_gradient(
     ]
     name, grid = "flash_attention_backward_query", num_tiles * batch * heads
     line = out_like(q, (batch, heads, num_tiles * rows), jnp.float32)
-    out_type = [out_like(q, q.shape, dtype), None if extras.slopes is None else line]
+    out_type = [out_like(q, q.shape, dtype), None if extras.slopes is None else (line, line)]
     kernel = launch(_query_kernel, name, facts, workers, grid, out_type, scratch)
     spans = key_spans(extras, plan.region, num_tiles, rows, block)
     return kernel(q, k, v, cotangents, tiled(extras, rows, block), spans)

@@ -263,5 +263,5 @@ def launch_fused(
     room = (batch, pl.cdiv(num_queries, TILE) * TILE, heads, FEATURES)
     (dk, dv), dq = sum_in_gmem(kernel, (q, k, v, *others), room)
     dq = (dq[:, :num_queries] * plan.scale).astype(dtype)
-    gradients = extras_gradient(extras, lse, delta, None)
+    gradients = extras_gradient(extras, lse, delta)
     return dq, dk[:, : key.shape[1]], dv[:, : key.shape[1]], gradients
