@@ -93,6 +93,9 @@ TOGETHER = {
     "bias for all, mask of keys, two widths, float16, negative scale": call(
         70, 130, 2, 2, 96, 80, dtype="f16", bias=(2, 70, 130), mask=(1, 1, 130), scale=-0.2,
     ),
+    "sinks of queries beyond the end, whole blocks of them": call(
+        100, 128, 1, 1, 64, query_seq_lengths=[40], sinks=(1,), scale=0.3,
+    ),
     "bias of queries and keys for two sequences, window, nobody sees": call(
         140, 70, 1, 1, 64, batch=2, bias=(1, 140, 70), local_window_size=(20, 9),
         key_value_seq_lengths=[0, 70], mask=(2, 1, 140, 70),

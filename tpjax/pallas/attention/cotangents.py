@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tpjax.pallas._mgpu import gpu_kernel, interpret_params, plgpu
-from tpjax.pallas.attention.extras import pad_tokens
+from tpjax.pallas.attention.extras import Extras, pad_tokens
 from tpjax.pallas.attention.scores import LOG2E
 
 
@@ -26,7 +26,7 @@ class Cotangents(NamedTuple):
 
 
 def cotangents_of(
-    out: Array, lse: Array, dout: Array, dlse: Array, room: int
+    extras: Extras, out: Array, lse: Array, dout: Array, dlse: Array, room: int
 ) -> tuple[Cotangents, Array]:
     """Returns what the kernels are given, its lines with room for tiles of that many; and delta."""
     # The kernels multiply the rounded dout: XLA may not add up what it was rounded from.
@@ -35,7 +35,11 @@ def cotangents_of(
         "bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest"
     )
     delta = delta - dlse
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    nothing = lse == -jnp.inf
+    if extras.bounds is not None:  # with a sink, lse is finite where no key is seen
+        ends = extras.bounds[:, 1, None, None]
+        nothing = nothing | (jnp.arange(lse.shape[2], dtype=jnp.int32) >= ends)
+    lse = jnp.where(nothing, jnp.inf, lse * LOG2E)
     beyond = ((0, 0), (0, 0), (0, -lse.shape[2] % room))
     lse = jnp.pad(lse, beyond, constant_values=jnp.inf)
     return Cotangents(pad_tokens(dout), lse, jnp.pad(delta, beyond)), delta
