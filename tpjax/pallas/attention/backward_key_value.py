@@ -39,14 +39,13 @@ def _key_value_step(step: Array, sums: Sums, walk: QueryWalk, member: Array, at_
     (key, value), stop = walk.own, walk.stop(step, member)
 
     def products(sums, fresh, nothing):
-        dk, dv = sums[:2]
-        product, dweights = fresh[0], sums[2] if begun else fresh[1]
+        (product,), (dk, dv, dweights) = fresh, sums
         product.add(key, stop.query.transpose((1, 0)))
         dweights.add(value, stop.dout.transpose((1, 0)))
-        lse, delta = stop.by_column(stop.lse), 0 if begun else stop.by_column(stop.delta)
+        lse = stop.by_column(stop.lse)
         weights, seen, gain = stop.weights(product.value(pending=1), lse, walk.ids, at_edge)
         dv.add(weights.astype(value.dtype), stop.dout)
-        ds = weights * (dweights.value(pending=1) - delta)
+        ds = weights * dweights.value(pending=1)
         if seen is not None and stop.scores.may_hide_garbage:
             ds = jnp.where(seen, ds, 0.0)
         dx = ds if gain is None else ds * gain
@@ -56,10 +55,9 @@ def _key_value_step(step: Array, sums: Sums, walk: QueryWalk, member: Array, at_
         pl.when(count < steps)(lambda: walk.enter(count))
         return nothing
 
-    plan = walk.facts.plan
-    begun = [-stop.by_column(stop.delta)] if plan.config.dkv_delta_first else []
-    fresh = [walk.tile] * (2 - len(begun))
-    added, _ = accumulate(products, [*sums, *begun], (), fresh=fresh, interpret=plan.interpret)
+    # The derivatives of the weights are summed up from -delta: that saves its registers later.
+    sums, interpret = (*sums, -stop.by_column(stop.delta)), walk.facts.plan.interpret
+    added, _ = accumulate(products, sums, (), fresh=[walk.tile], interpret=interpret)
     walk.leave(stop.slot)
     return tuple(added[:2])
 
@@ -104,7 +102,7 @@ def key_value_gradient(
     value_features, rows = v.shape[-1], math.prod(own)
     group, num_tiles = q.shape[2] // kv_heads, pl.cdiv(plan.region.num_keys, rows)
     head_bytes = group * q.shape[1] * (features + value_features) * dtype.itemsize
-    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, False, config.l2_bytes)
+    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, longest_last=False)
     facts = TileFacts(plan, order, kv_heads, group, features, value_features)
     scratch = [
         *(row_tile((*own, width), dtype) for width in (features, value_features)),

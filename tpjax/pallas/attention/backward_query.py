@@ -85,7 +85,7 @@ def _query_step(
     query, dout = (x.at[walk.worker + zero] for x in (walk.query, walk.dout))
 
     def products(sums, fresh, row_sums):
-        product, dweights = fresh[0], sums[1] if begun else fresh[1]
+        (product,), (dq, dweights) = fresh, sums
         product.add(query, keys.transpose((1, 0)))
         if not walk.awaits_values:
             plgpu.barrier_wait(walk.values.ready.at[value_slot])
@@ -100,21 +100,20 @@ def _query_step(
         # Where a block of instructions ends is the one place that ptxas moves no arithmetic across:
         # waiting for the next blocks here keeps the weights before the wait for their derivatives.
         pl.when(step + 1 < walk.span.stop - walk.span.start)(lambda: walk.await_blocks(step + 1))
-        ds = dweights.value()
+        ds = weights * dweights.value()
         plgpu.barrier_arrive(walk.values.free.at[value_slot])
-        ds = weights * (ds if begun else ds - by_row(walk.delta, tile))
         if seen is not None and scores.may_hide_garbage:
             ds = jnp.where(seen, ds, 0.0)
         if row_sums is not None:
             row_sums = row_sums.add(ds, weights, scores.distance(where))
         dx = ds if gain is None else ds * gain
-        sums[0].add(dx.astype(query.dtype), keys)
+        dq.add(dx.astype(query.dtype), keys)
         return row_sums
 
-    begun = [by_row(-walk.delta, tile)] if plan.config.dq_delta_first else []
-    fresh = [tile] * (2 - len(begun))
-    (dq, *_), row_sums = accumulate(
-        products, [dq, *begun], row_sums, fresh=fresh, interpret=plan.interpret
+    # The derivatives of the weights are summed up from -delta: that saves its registers later.
+    begun = by_row(-walk.delta, tile)
+    (dq, _), row_sums = accumulate(
+        products, [dq, begun], row_sums, fresh=[tile], interpret=plan.interpret
     )
     plgpu.barrier_arrive(walk.keys.free.at[slot])
     return dq, row_sums
@@ -226,14 +225,7 @@ def query_gradient(
     value_features, rows = v.shape[-1], workers * ROWS
     group, num_tiles = heads // k.shape[2], pl.cdiv(plan.region.num_queries, rows)
     head_bytes = k.shape[1] * (features + value_features) * dtype.itemsize
-    order = tile_order(
-        num_tiles,
-        batch * heads,
-        group,
-        head_bytes,
-        plan.region.is_causal,
-        plan.config.l2_bytes,
-    )
+    order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
     facts = TileFacts(plan, order, heads, group, features, value_features)
     scratch = [
         row_tile((workers, ROWS, features), dtype),

@@ -230,9 +230,8 @@ def tile_order(
     group: int,
     head_bytes: int,
     longest_last: bool,
-    l2_bytes: int = L2_BYTES,
 ) -> Order:
     """Returns the order for heads that, `group` by `group`, share `head_bytes` of operands."""
-    most = min(num_heads, max(1, l2_bytes // head_bytes) * group)
+    most = min(num_heads, max(1, L2_BYTES // head_bytes) * group)
     section = next(n for n in range(most, 0, -1) if num_heads % n == 0)
     return Order(num_tiles, section, longest_last)

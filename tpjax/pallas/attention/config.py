@@ -31,21 +31,15 @@ class Config:
     """Forward: results are rescaled only where scores grew much (see `forward_worker`)."""
     alternates: bool = False
     """Forward: a worker's softmax runs under the products of others, not under its own."""
-    l2_bytes: int = 32 << 20
-    """Backward: what the tiles in flight may share without its being read from memory again."""
     dq_warpgroups: int = 2
     dq_block: int = 128
     """Gradient of query: keys of a step."""
     dq_stages: int = 2
     dq_value_stages: int = 2
-    dq_delta_first: bool = True
-    """Whether delta is in the sum that the product for dweights adds to, not subtracted from it."""
     dkv_warpgroups: int = 2
     dkv_block: int = 64
     """Gradients of key and value: queries of a step."""
     dkv_stages: int = 3
-    dkv_delta_first: bool = True
-    """As `dq_delta_first`."""
     dkv_split: bool = False
     """Whether two workers share 64 keys, as the sums of wide heads need: see `backward_split`."""
 
