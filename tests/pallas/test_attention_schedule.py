@@ -3,6 +3,7 @@
 """How attention's tiles are dealt to blocks of threads; several tiles for one in the kernel."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,9 @@ def test_several_tiles_for_a_block_of_threads(name, alternates, mode, own_out, m
     widths = (128, 128) if V > 64 else (64, 64)
     config = replace(CONFIGS[widths][-1], block=64, alternates=alternates)
     monkeypatch.setattr(hopper, "heuristic", lambda *_: config)
-    options = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    options: dict[str, Any] = {
+        n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()
+    }
     with tpjax.use(interpret=mode):
         out, lse = flash_attention(q, k, v, **options, return_lse=True)
     want = attention_reference(q, k, v, **options, return_lse=True)
