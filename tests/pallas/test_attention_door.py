@@ -105,6 +105,11 @@ K64 = inputs("bf16[1,8,2,64]", 0)
 REFUSALS = [
     ("its dtype is float32", (K64.astype(jnp.float32),) * 3, {}),
     ("have 16 features; the kernel takes", (K64[..., :16],) * 3, {}),
+    (
+        "a bias or mask for a single key",
+        (K64, *(K64[:, :1],) * 2),
+        {"mask": jnp.ones((1, 1), bool)},
+    ),
 ]
 
 

@@ -117,6 +117,54 @@ def test_no_races():
                    query_segment_ids=PACKED[:, :70], key_value_segment_ids=PACKED))  # fmt: skip
 
 
+HARD = {
+    "a bias for all, of which a prefix shows more than the arrays' ends": call(
+        70, 200, 1, 1, 64, batch=2, bias=(70, 200), is_causal=True, prefix_lengths=[190, 3],
+    ),
+    "a sink that is none, and nobody sees": call(
+        70, 70, 2, 1, 64, key_value_seq_lengths=[0]
+    ) | {"sinks": jnp.array([-jnp.inf, 0.5])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_cases(name):
+    """Found by trying to break it."""
+    with tpjax.use(interpret=True):
+        check(HARD[name])
+
+
+def test_garbage_beyond_the_lengths():
+    """NaN in queries, keys and values that lengths cut off reaches nothing, nor does lse's."""
+    given = call(100, 130, 1, 1, 64, query_seq_lengths=[60], key_value_seq_lengths=[90])
+
+    def run(arrays, hidden):
+        def forward(arrays):
+            out, lse = flash_attention(**given | arrays, return_lse=True, implementation="pallas")
+            return out, lse
+
+        (out, lse), vjp = jax.vjp(forward, arrays)
+        seen = jnp.isfinite(lse)
+        dlse = jnp.where(seen, 1.0, hidden).astype(lse.dtype)
+        return out, vjp((jnp.ones_like(out), dlse))
+
+    names = {"query": 60, "key": 90, "value": 90}
+    clean = {name: given[name] for name in names}
+    dirty = {name: x.at[:, names[name] :].set(jnp.nan) for name, x in clean.items()}
+    with tpjax.use(interpret=True):
+        want, got = jax.jit(run)(clean, 0.0), jax.jit(run)(dirty, jnp.nan)
+    assert_close("with garbage", got, want, 0)
+
+
+def test_traces_with_wide_integers():
+    """With 64-bit types switched on, lengths and prefixes trace through the backward kernels."""
+    run = jitted(flash_attention, call(70, 70, 1, 1, 64, is_causal=True, prefix_lengths=[9],
+                                       query_seq_lengths=[50]))  # fmt: skip
+    with jax.enable_x64(True), tpjax.use(platform="cuda"):
+        text = run.func.trace(*run.args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "flash_attention_backward_key_value" in text
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_lowers_for_cuda(name):
     """The same calls pass the checks of layouts, shared memory and copies."""

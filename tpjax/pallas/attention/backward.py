@@ -62,7 +62,7 @@ def extras_gradient(extras: Extras, lse: Array, delta: Array) -> Extras:
     if extras.sinks is None:
         return Extras()
     # The sink's weight, of a value of zero.
-    weights = jnp.exp(extras.sinks[None, :, None] - lse)
+    weights = jnp.exp(extras.sinks[None, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))
     return Extras(sinks=-(weights * delta).sum((0, 2)))
 
 

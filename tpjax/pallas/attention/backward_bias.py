@@ -107,6 +107,8 @@ def _bias_kernel(
     common = Scores(facts.plan, extras, None if shared else spans, batch, head, query_axis=0)
     span = common.span(tile, WORKERS * ROWS, BLOCK)
     visited = (block >= span.start) & (block < span.stop)
+    if shared and extras.bounds is not None:  # some may see more than the arrays' bounds tell
+        visited = block >= 0
     steps = jnp.where(visited, jnp.int32(facts.members[0] * facts.members[1]), 0)
     rings = (
         Ring((q_smem, lse_smem, k_smem), *first_bars),

@@ -145,7 +145,11 @@ def _ceil_div(a: Any, b: int) -> Any:
 
 def _floor_div(a: Any, b: int) -> Any:
     """Divides; what is below zero, before the first block, becomes zero."""
-    return max(a, 0) // b if isinstance(a, int) else lax.div(jnp.maximum(a, 0), jnp.int32(b))
+    return (
+        max(a, 0) // b
+        if isinstance(a, int)
+        else lax.div(jnp.int32(jnp.maximum(a, 0)), jnp.int32(b))
+    )
 
 
 def _span(start: Any, stop: Any, full_start: Any, full_stop: Any, blocks: int) -> Span:

@@ -34,15 +34,16 @@ def cotangents_of(
     delta = jnp.einsum(
         "bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest"
     )
-    delta = delta - dlse
     nothing = lse == -jnp.inf
+    delta = delta - jnp.where(nothing, 0, dlse)  # a cotangent of infinity may be NaN
     if extras.bounds is not None:  # with a sink, lse is finite where no key is seen
         ends = extras.bounds[:, 1, None, None]
         nothing = nothing | (jnp.arange(lse.shape[2], dtype=jnp.int32) >= ends)
     lse = jnp.where(nothing, jnp.inf, lse * LOG2E)
     beyond = ((0, 0), (0, 0), (0, -lse.shape[2] % room))
     lse = jnp.pad(lse, beyond, constant_values=jnp.inf)
-    return Cotangents(pad_tokens(dout), lse, jnp.pad(delta, beyond)), delta
+    lines = jnp.pad(jnp.where(nothing, 0, delta), beyond)
+    return Cotangents(pad_tokens(dout), lse, lines), delta
 
 
 def launch(

@@ -15,8 +15,8 @@ end and writes nothing there. Each warpgroup goes over all tiles of its block of
 is ahead of the workers by what the rings hold, at the end of a tile too.
 
 Numerics: scores, softmax and accumulation float32; weights are rounded to the dtype of `value` for
-the second product, and normalised after it. A value that is not finite also makes those queries NaN
-that share a tile of 64 with one that sees it.
+the second product, and normalised after it. A value that is not finite makes all 64
+queries of a worker NaN that visits its block, also those that do not see it.
 
 Source: Shah et al. 2024 (FlashAttention-3), section 3.
 """

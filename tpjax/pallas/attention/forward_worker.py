@@ -310,6 +310,7 @@ def attend(walk: Walk) -> tuple[Array, Array, Array]:
     if walk.scores.extras.sinks is not None:
         sink = (walk.scores.extras.sinks[walk.scores.head] + 0.0) * LOG2E
         top = jnp.maximum(top, sink)
+        top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
         shrink = jnp.exp2(state.top - top)
         total = total * shrink + jnp.exp2(sink - top)
     inverse = jnp.where(total == 0, jnp.zeros_like(total), shrink / total)

@@ -58,6 +58,8 @@ def unsupported(key: Key) -> str | None:
     for name in ("query", "key", "value", "bias", "mask"):
         if key.given(name) and math.prod(key.aval(name).shape) > MAX_SIZE:
             return f"its {name} has more than {MAX_SIZE} elements; the kernel counts in 32 bits"
+    if key.aval("key").shape[1] == 1 and (key.given("bias") or key.given("mask")):
+        return "it has a bias or mask for a single key, which the kernel does not take"
     if key.option("is_causal") and causal_is_miscompiled():
         return "it is causal, and CUDA before 12.9.1 miscompiles that; a newer CUDA mends it"
     return None
@@ -102,8 +104,10 @@ def attend_hopper(*operands: Array | None, **options: Any) -> Array | tuple[Arra
         asked.alignment == "bottom_right",
     )
     wide, value_wide = widths(given.query.shape[-1], given.value.shape[-1])
-    query, key = (_widened(x, wide) for x in (given.query, given.key))
-    value, extras = _widened(given.value, value_wide), _extras(given, region)
+    query = _cut(given.query, given.query_seq_lengths)
+    key, value = (_cut(x, given.key_value_seq_lengths) for x in (given.key, given.value))
+    query, key, value = _widened(query, wide), _widened(key, wide), _widened(value, value_wide)
+    extras = _extras(given, region)
     # The backward pass is traced later, perhaps outside of `tpjax.use`: the plan keeps the choice.
     interpret = current_target().interpret
     dense = any(x is not None for x in (extras.bias, extras.mask))
@@ -120,6 +124,14 @@ def attend_hopper(*operands: Array | None, **options: Any) -> Array | tuple[Arra
     if top is not None:
         results.append(jax.lax.stop_gradient(top).swapaxes(1, 2))
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def _cut(x: Array, lengths: Array | None) -> Array:
+    """Returns [B, N, ...] with zeros from the lengths on: there may be anything, NaN too."""
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
+    return jnp.where(inside[..., None, None], x, 0)
 
 
 def _widened(x: Array, features: int) -> Array:
