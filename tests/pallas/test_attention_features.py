@@ -136,7 +136,8 @@ def test_hard_cases(name):
 
 def test_garbage_beyond_the_lengths():
     """NaN in queries, keys and values that lengths cut off reaches nothing, nor does lse's."""
-    given = call(100, 130, 1, 1, 64, query_seq_lengths=[60], key_value_seq_lengths=[90])
+    given = call(100, 130, 1, 1, 64, query_seq_lengths=[60], key_value_seq_lengths=[90],
+                 alibi_slopes=(1,))  # fmt: skip
 
     def run(arrays, hidden):
         def forward(arrays):
@@ -151,6 +152,7 @@ def test_garbage_beyond_the_lengths():
     names = {"query": 60, "key": 90, "value": 90}
     clean = {name: given[name] for name in names}
     dirty = {name: x.at[:, names[name] :].set(jnp.nan) for name, x in clean.items()}
+    clean["alibi_slopes"] = dirty["alibi_slopes"] = given["alibi_slopes"]
     with tpjax.use(interpret=True):
         want, got = jax.jit(run)(clean, 0.0), jax.jit(run)(dirty, jnp.nan)
     assert_close("with garbage", got, want, 0)

@@ -34,8 +34,7 @@ def cotangents_of(
     delta = jnp.einsum(
         "bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest"
     )
-    nothing = lse == -jnp.inf
-    delta = delta - jnp.where(nothing, 0, dlse)  # a cotangent of infinity may be NaN
+    delta, nothing = delta - dlse, lse == -jnp.inf
     if extras.bounds is not None:  # with a sink, lse is finite where no key is seen
         ends = extras.bounds[:, 1, None, None]
         nothing = nothing | (jnp.arange(lse.shape[2], dtype=jnp.int32) >= ends)

@@ -82,6 +82,7 @@ def _attend_forward(
 
 def _attend_backward(plan: Plan, residuals: Residuals, cotangents: Any) -> tuple[Any, ...]:
     dout, dlse, _ = cotangents
+    dlse = jnp.where(residuals.lse == -jnp.inf, 0, dlse)  # that of infinity may be NaN
     wide, value_wide = residuals.query.shape[-1], residuals.value.shape[-1]
     fused = not plan.deterministic and fits(residuals.extras, wide, value_wide)
     return (launch_fused if fused else launch_backward)(*residuals, dout, dlse, plan)
