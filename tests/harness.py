@@ -24,8 +24,8 @@ Rounding errors stay within 6 of their RMS in a million elements; rows of unequa
 """
 
 
-def inputs(spec: str, seed: int) -> jax.Array:
-    """Returns random values of the spec: standard normal, integers in [0, 128), or fair coins.
+def inputs(spec: str, seed: int, below: int = 128) -> jax.Array:
+    """Returns random values of the spec: standard normal, integers in [0, below), or fair coins.
 
     Equal (spec, seed) give equal values; any other pair gives independent ones.
 
@@ -37,7 +37,7 @@ def inputs(spec: str, seed: int) -> jax.Array:
     if dtype == np.bool_:
         values = rng.integers(0, 2, shape)
     elif np.issubdtype(dtype, np.integer):
-        values = rng.integers(0, 128, shape)
+        values = rng.integers(0, below, shape)
     else:
         values = rng.standard_normal(shape)
     return jnp.asarray(np.asarray(values).astype(dtype))

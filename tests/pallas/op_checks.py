@@ -16,9 +16,10 @@ from tpjax.core.operator import Op, Sample, parse_spec
 from tpjax.pallas.dispatch import record_choices
 
 
-def arrays_of(sample: Sample, seed: int = 0) -> tuple[jax.Array | None, ...]:
+def arrays_of(op: Op, sample: Sample, seed: int = 0) -> tuple[jax.Array | None, ...]:
     """Returns random arrays of the sample."""
-    return tuple(None if s is None else inputs(s, seed + i) for i, s in enumerate(sample.specs))
+    pairs = enumerate(zip(sample.specs, op.integers_below(sample), strict=True), seed)
+    return tuple(None if spec is None else inputs(spec, i, below) for i, (spec, below) in pairs)
 
 
 def shapes_of(sample: Sample) -> tuple[jax.ShapeDtypeStruct | None, ...]:
@@ -53,7 +54,7 @@ def problem(op: Op, sample: Sample, seed: int = 0) -> tuple[Any, ...]:
     def random(x: Any) -> jax.Array:
         return jnp.asarray(rng.standard_normal(x.shape).astype(x.dtype))
 
-    return (jax.tree.map(random, results), *arrays_of(sample, seed))
+    return (jax.tree.map(random, results), *arrays_of(op, sample, seed))
 
 
 _answers: dict[tuple[str, str, int], Any] = {}

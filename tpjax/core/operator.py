@@ -123,10 +123,16 @@ class Choice:
 
 
 class Cost(NamedTuple):
-    """Arithmetic of one forward call, and the least bytes it must move through device memory."""
+    """Arithmetic of one call, and the least bytes that it must move through device memory."""
 
     flops: float
+    """Of the forward call."""
     bytes: float
+    """Of the forward call: operands that are read and results, once each."""
+    backward_flops: float | None = None
+    """Of the gradients, on top of the forward call's; None: twice those, as of a product."""
+    backward_bytes: float | None = None
+    """The same in bytes; None: operands and cotangents, read, and gradients, written, once each."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,8 @@ class Sample:
     """A production shape: run only on a GPU or when asked for."""
     named: Mapping[str, str] = field(default_factory=dict)
     """Specs of arrays that are passed by keyword."""
+    below: Mapping[str, int] = field(default_factory=dict)
+    """Random integers of an argument are in [0, below); by its name, 128 where not given."""
 
     @property
     def specs(self) -> tuple[str | None, ...]:
@@ -213,7 +221,7 @@ class Op:
     tol: Mapping[str, float]
     """Relative RMS error allowed against the float32 reference, by dtype name."""
     cost: Callable[..., Cost]
-    """Takes the arguments of `fn` as shapes and dtypes, returns the cost of one forward call."""
+    """Takes the arguments of `fn` as shapes and dtypes, returns the cost of one call."""
     partitioning: Partitioning
 
     @property
@@ -225,6 +233,10 @@ class Op:
         """Returns the names of the arguments that the sample's arrays are, in order."""
         names = tuple(inspect.signature(self.fn).parameters)
         return (*names[: len(sample.arrays)], *sample.named)
+
+    def integers_below(self, sample: Sample) -> tuple[int, ...]:
+        """Returns for each of the sample's arrays what its random integers are below."""
+        return tuple(sample.below.get(name, 128) for name in self.arguments(sample))
 
     def differentiable(self, sample: Sample) -> list[int]:
         """Returns which of the sample's arrays have gradients."""

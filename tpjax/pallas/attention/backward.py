@@ -45,7 +45,7 @@ def launch_backward(
     """
     # Copies along one axis are not cut off at its end: the lines have room for every tile.
     room = math.lcm(plan.config.dq_warpgroups * ROWS, plan.config.dkv_block, BIAS_ROWS)
-    cotangents, delta = cotangents_of(extras, out, lse, dout, dlse, room)
+    cotangents, delta = cotangents_of(extras, out, lse, dout, dlse, room, plan)
     q, k, v = (pad_tokens(x) for x in (query, key, value))
     dq, slope_lines = query_gradient(q, k, v, cotangents, extras, plan)
     dk, dv = key_value_gradient(q, k, v, cotangents, extras, plan)

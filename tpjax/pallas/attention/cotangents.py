@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tpjax.pallas._mgpu import gpu_kernel, interpret_params, plgpu
+from tpjax.core.operator import Interpret
+from tpjax.pallas._mgpu import gpu_kernel, interpret_params, out_like, pl, plgpu, row_tile
+from tpjax.pallas.attention.config import ROWS
 from tpjax.pallas.attention.extras import Extras, pad_tokens
-from tpjax.pallas.attention.scores import LOG2E
+from tpjax.pallas.attention.scores import LOG2E, WGMMA, Plan
 
 
 class Cotangents(NamedTuple):
@@ -26,23 +28,57 @@ class Cotangents(NamedTuple):
 
 
 def cotangents_of(
-    extras: Extras, out: Array, lse: Array, dout: Array, dlse: Array, room: int
+    extras: Extras, out: Array, lse: Array, dout: Array, dlse: Array, room: int, plan: Plan
 ) -> tuple[Cotangents, Array]:
     """Returns what the kernels are given, its lines with room for tiles of that many; and delta."""
-    # The kernels multiply the rounded dout: XLA may not add up what it was rounded from.
-    dout = lax.optimization_barrier(dout)
-    delta = jnp.einsum(
-        "bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest"
-    )
-    delta, nothing = delta - dlse, lse == -jnp.inf
+    dout, tokens = pad_tokens(dout), lse.shape[2]
+    delta = _rowsums(pad_tokens(out), dout, plan.interpret)[..., :tokens] - dlse
+    nothing = lse == -jnp.inf
     if extras.bounds is not None:  # with a sink, lse is finite where no key is seen
         ends = extras.bounds[:, 1, None, None]
-        nothing = nothing | (jnp.arange(lse.shape[2], dtype=jnp.int32) >= ends)
+        nothing = nothing | (jnp.arange(tokens, dtype=jnp.int32) >= ends)
     lse = jnp.where(nothing, jnp.inf, lse * LOG2E)
-    beyond = ((0, 0), (0, 0), (0, -lse.shape[2] % room))
+    beyond = ((0, 0), (0, 0), (0, -tokens % room))
     lse = jnp.pad(lse, beyond, constant_values=jnp.inf)
     lines = jnp.pad(jnp.where(nothing, 0, delta), beyond)
-    return Cotangents(pad_tokens(dout), lse, lines), delta
+    return Cotangents(dout, lse, lines), delta
+
+
+def _rowsums(out: Array, dout: Array, interpret: Interpret) -> Array:
+    """Returns the sums of out dout over the features, float32 [B, H, T or more].
+
+    Not by XLA, which adds in an order that the number of rows decides: a sequence's gradient would
+    change with its neighbours.
+    """
+    batch, tokens, heads, features = out.shape
+    tiles = pl.cdiv(tokens, ROWS)
+
+    def body(out_ref, dout_ref, line_ref, out_smem, dout_smem, line, ready):
+        start, head, row = (lax.axis_index(name) for name in ("tile", "head", "batch"))
+        start = start * ROWS
+        for ref, smem in ((out_ref, out_smem), (dout_ref, dout_smem)):
+            plgpu.copy_gmem_to_smem(ref.at[row, pl.ds(start, ROWS), head], smem, ready)
+        plgpu.barrier_wait(ready)
+        x, dx = (plgpu.load(smem, layout=WGMMA) for smem in (out_smem, dout_smem))
+        line[...] = (x.astype(jnp.float32) * dx.astype(jnp.float32)).sum(axis=1)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(line, line_ref.at[row, head, pl.ds(start, ROWS)])
+        plgpu.wait_smem_to_gmem(0)
+
+    kernel = gpu_kernel(
+        body,
+        out_type=out_like(out, (batch, heads, tiles * ROWS), jnp.float32),
+        grid=(heads, tiles, batch),
+        grid_names=("head", "tile", "batch"),
+        scratch_types=[
+            *(row_tile((ROWS, features), x.dtype) for x in (out, dout)),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        interpret=interpret_params(interpret),
+        kernel_name="flash_attention_backward_rowsums",
+    )
+    return kernel(out, dout)
 
 
 def launch(

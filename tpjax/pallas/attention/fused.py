@@ -248,7 +248,7 @@ def launch_fused(
     # The walk takes its step from the plan; what was chosen there is for the other kernels.
     plan = plan._replace(config=replace(plan.config, dkv_block=TILE))
     # Copies along one axis are not cut off at its end: the lines have room for every block.
-    cotangents, delta = cotangents_of(extras, out, lse, dout, dlse, TILE)
+    cotangents, delta = cotangents_of(extras, out, lse, dout, dlse, TILE, plan)
     q, k, v = (pad_tokens(x) for x in (query, key, value))
     num_tiles, group = pl.cdiv(plan.region.num_keys, TILE), heads // kv_heads
     head_bytes = group * q.shape[1] * FEATURES * (2 * dtype.itemsize + 4)
