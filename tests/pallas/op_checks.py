@@ -40,10 +40,18 @@ def with_gradients(op: Op, fn: Callable[..., Any], sample: Sample) -> Callable[.
             return call(*full)
 
         out, vjp = jax.vjp(of_some, *(arrays[i] for i in positions))
+        cotangent = jax.tree.map(of_inexact, cotangent)
         gradients = dict(zip(map(str, positions), vjp(cotangent), strict=True))
         return {"out": out, "gradients": gradients}
 
     return run
+
+
+def of_inexact(cotangent: jax.Array) -> Any:
+    """Returns the cotangent as JAX wants it: that of integers, as positions are, has no values."""
+    if jnp.issubdtype(cotangent.dtype, jnp.inexact):
+        return cotangent
+    return np.zeros(cotangent.shape, jax.dtypes.float0)
 
 
 def problem(op: Op, sample: Sample, seed: int = 0) -> tuple[Any, ...]:

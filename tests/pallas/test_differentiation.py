@@ -174,7 +174,7 @@ def test_on_four_devices():
 
 def directions(op, sample):
     """Returns arrays like the floating operands that have gradients, by position."""
-    arrays = checks.arrays_of(sample, seed=90)
+    arrays = checks.arrays_of(op, sample, seed=90)
     return {i: arrays[i] for i in op.differentiable(sample)}
 
 
