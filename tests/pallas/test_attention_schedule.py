@@ -17,7 +17,7 @@ from tpjax.pallas._mgpu import signal_barriers
 from tpjax.pallas.attention import blocks, forward, hopper
 from tpjax.pallas.attention.config import CONFIGS
 from tpjax.pallas.attention.entry import flash_attention
-from tpjax.pallas.attention.schedule import deal
+from tpjax.pallas.attention.schedule import OVERHEAD, deal, shares
 
 DEALS = [  # tiles of a head, heads, heads of a section, longest last, blocks of threads
     (3, 8, 4, True, 5),
@@ -58,6 +58,30 @@ def test_causal_tiles_are_dealt_fairly():
 
     loads = [work(block) for block in range(0, dealt.blocks, 12)]
     assert max(loads) < 1.05 * np.mean(loads)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 7, 40])
+def test_uneven_tiles_are_dealt_by_their_steps(num_blocks):
+    """Tiles of random lengths: each once, and nobody gets a tile more than its share of steps."""
+    rng = np.random.default_rng(num_blocks)
+    batch, tiles, workers, heads, group = 3, 11, 2, 4, 2
+    start = rng.integers(0, 20, (batch, tiles * workers))
+    stop = start + rng.integers(1, 30, start.shape)
+    spans = jnp.asarray(np.stack([start, stop, start, stop], -1), jnp.int32)
+    order = blocks.Order(tiles, group, longest_last=False)
+    dealt = deal(order, batch * heads, num_blocks)
+    bounds = shares(spans, workers, order, heads, dealt.blocks)
+    own = [range(int(a), int(b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    assert [i for taken in own for i in taken] == list(range(batch * heads * tiles))
+
+    def steps(index):
+        head, tile = (int(x) for x in order.locate(jnp.int32(index)))
+        at = head // heads, slice(tile * workers, (tile + 1) * workers)
+        return stop[at].max() - start[at].min() + OVERHEAD
+
+    loads = np.array([sum(steps(i) for i in taken) for taken in own])
+    longest = 49 + OVERHEAD
+    assert np.abs(loads - loads.mean()).max() <= longest
 
 
 SEVERAL = {

@@ -40,12 +40,12 @@ from tpjax.pallas._mgpu import (
     row_tile,
     signal_barriers,
 )
-from tpjax.pallas.attention.blocks import tile_order, visited
+from tpjax.pallas.attention.blocks import Order, tile_order, visited
 from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.extras import Extras, key_spans, pad_tokens, tiled
 from tpjax.pallas.attention.forward_worker import Walk, attend
 from tpjax.pallas.attention.ring import Ring, drain, feed
-from tpjax.pallas.attention.schedule import Deal, TileFacts, deal
+from tpjax.pallas.attention.schedule import Deal, TileFacts, deal, shares
 from tpjax.pallas.attention.scores import LOG2E, Plan, Scores
 
 TILE_BYTES = 224 << 10
@@ -62,6 +62,8 @@ class _Global(NamedTuple):
     value: Any
     extras: Extras
     spans: Any
+    shares: Any
+    """As `schedule.shares` gives them, or None."""
     out: Any
     lse: Any
     max: Any
@@ -162,7 +164,7 @@ def _work(gmem: _Global, smem: _Shared, facts: TileFacts, deal: Deal) -> None:
 
     # Worker 0 moves first: the last one hands it the turn, and it takes it back at the end.
     pl.when(worker == workers - 1)(lambda: turns.arrive(0))
-    deal.each(lax.axis_index("block"), work)
+    deal.each(lax.axis_index("block"), work, gmem.shares)
     pl.when(worker == 0)(lambda: turns.wait(0))
     plgpu.wait_smem_to_gmem(0)
 
@@ -197,16 +199,17 @@ def _load(gmem: _Global, smem: _Shared, facts: TileFacts, deal: Deal) -> None:
         feed(item.steps, rings, sources, passed, partial(each_worker, queries))
         return passed + item.steps
 
-    passed = deal.each(lax.axis_index("block"), load)
+    passed = deal.each(lax.axis_index("block"), load, gmem.shares)
     for ring in rings:
         drain(ring, passed)
     each_worker(wait_for_queries)
 
 
 def _forward_kernel(
-    query, key, value, extras, spans, out, lse, top, smem: _Shared, *, facts: TileFacts, deal: Deal
-):
-    gmem = _Global(query, key, value, extras, spans, out, lse, top)
+    query, key, value, extras, spans, shares, out, lse, top, smem: _Shared, *, facts: TileFacts,
+    deal: Deal,
+):  # fmt: skip
+    gmem = _Global(query, key, value, extras, spans, shares, out, lse, top)
     worker, workers = lax.axis_index("worker"), facts.plan.config.warpgroups
 
     @pl.when(worker < workers)
@@ -263,8 +266,13 @@ def launch_forward(
     q, k, v = (pad_tokens(x) for x in (query, key, value))
     group, num_tiles = heads // kv_heads, pl.cdiv(num_queries, rows)
     head_bytes = num_keys * (features + value_features) * dtype.itemsize
-    longest_last = plan.region.is_causal
-    order = tile_order(num_tiles, batch * heads, group, head_bytes, longest_last)
+    extras = tiled(extras, rows, config.block)
+    spans = key_spans(extras, plan.region, num_tiles * workers, ROWS, config.block)
+    # How long a tile is the arrays may decide.
+    is_uneven = spans is not None and config.persistent
+    order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
+    if is_uneven:
+        order = Order(num_tiles, group, longest_last=False)
     facts = TileFacts(plan, order, heads, group, features, value_features)
     tiles = num_tiles * batch * heads
     dealt = deal(order, batch * heads, num_sms() if config.persistent else tiles)
@@ -286,8 +294,7 @@ def launch_forward(
         interpret=interpret_params(plan.interpret, workers + 1),
         kernel_name="flash_attention_forward",
     )
-    extras = tiled(extras, rows, config.block)
-    spans = key_spans(extras, plan.region, num_tiles * workers, ROWS, config.block)
-    out, lse, top = kernel(q, k, v, extras, spans)
+    dealt_shares = shares(spans, workers, order, heads, dealt.blocks) if is_uneven else None
+    out, lse, top = kernel(q, k, v, extras, spans, dealt_shares)
     top = None if top is None else top[:, :, :num_queries]
     return out[:, :num_queries], lse[:, :, :num_queries], top

@@ -3,33 +3,44 @@
 """Sizes to tune the kernels of the norms by, how tiles follow, and which calls the kernels run."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from jax import Array
 
 from tpjax.core.operator import Key
 from tpjax.pallas import _mgpu
-from tpjax.pallas.norms.tiles import LANES, REDUCTION_BYTES, WARPS, Tile
+from tpjax.pallas.norms.tiles import LANES, REDUCTION_BYTES, Tile
 from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_VECTOR = 4
 """Neighbouring features in one lane: sums over warps take float32 registers of at most 4."""
-MAX_CHUNKS = 256
+MAX_BOX = 256
 """TMA moves boxes of at most this many elements along an axis."""
-MAX_ROW_BYTES = 32 * 1024
-"""Longest row; every dtype has the same."""
+TMA_BYTES = 16
+"""What TMA moves begins and ends at multiples of this."""
+MIN_LANES = 8
+FEATURES_STEP = 8
+"""Rows are of a multiple of this many features: fewer are no whole TMA_BYTES in 16 bits."""
+MAX_FEATURES = 65536
+SEGMENT = 4096
+"""Rows that do not fit a tile are worked on in equal segments of at most this many features."""
+MIN_SEGMENT = 512
 SMEM_BYTES = 228 * 1024
 """Shared memory of a Hopper SM."""
 MAX_BLOCK_SMEM_BYTES = 227 * 1024
 """Of it, what one block may take."""
 BLOCK_SMEM_BYTES = REDUCTION_BYTES + 2048
 """Of it, what a block takes beside its buffers: for sums over warps, barriers, and the system."""
-MAX_TILE_BYTES = (MAX_BLOCK_SMEM_BYTES - BLOCK_SMEM_BYTES) // 4
-"""Backward, two tiles of two arrays are in shared memory, at the least."""
-EASY_PER_THREAD = 48
+MAX_SLOTS_BYTES = MAX_BLOCK_SMEM_BYTES - BLOCK_SMEM_BYTES
+MAX_PER_LANE = 128
+"""Features of a row that one lane may hold without spilling registers."""
+MAX_PER_LANE_CENTRED = 64
+"""The same of layer norm, whose backward pass keeps two sums over rows."""
+EASY_PER_LANE = 48
 """A row may take this many registers of a thread before narrower accesses are the smaller evil."""
 
 
@@ -43,12 +54,16 @@ class Config:
     """Tiles in flight in one block; at least 2."""
     blocks_per_sm: int = 4
     """Blocks on one SM, as far as its shared memory allows."""
+    per_lane: int = 16
+    """Features of a row that one lane takes before more lanes, then more warps, share the row."""
 
 
 CONFIGS = (
     Config(),
     Config(tile_elements=2048, num_slots=4, blocks_per_sm=6),
     Config(tile_elements=8192, num_slots=2, blocks_per_sm=3),
+    Config(per_lane=8),
+    Config(per_lane=32),
 )
 """Worth trying."""
 
@@ -65,39 +80,47 @@ def chosen(op: str, x: Array) -> Config:
     return config_for(op, shapes, CONFIGS, heuristic(x.shape[-1], x.dtype.itemsize))
 
 
-def _tiles(features: int, itemsize: int, max_per_thread: int) -> Iterator[tuple[int, Tile]]:
-    """Yields every way to lay out a row, with the number of its elements that one thread holds."""
-    vector = MAX_VECTOR
-    while vector:
-        for warps_per_row in (2, 4):
-            rows = WARPS // warps_per_row
-            tile = Tile(rows, features, warps_per_row, vector)
-            per_thread = rows * features // (WARPS * LANES)
-            exact = features % (tile.chunk * warps_per_row) == 0
-            small = rows * features * itemsize <= MAX_TILE_BYTES and tile.num_chunks <= MAX_CHUNKS
-            if exact and small and per_thread <= max_per_thread:
-                yield per_thread, tile
-        vector //= 2
+def _tiles(features: int, itemsizes: Sequence[int], max_per_lane: int) -> Iterator[Tile]:
+    """Yields every way to lay out a row."""
+    lanes = [n for n in (8, 16, LANES) if n >= MIN_LANES]
+    for vector, warps, lanes_per_row in product((4, 2, 1), (1, 2, 4), lanes):
+        tile = Tile(0, features, warps, vector, lanes_per_row)
+        tile = replace(tile, rows=tile.rows_at_once)
+        exact = features % (tile.chunk * warps) == 0
+        whole = all(tile.chunk * size % TMA_BYTES == 0 for size in itemsizes)
+        small = 2 * tile.rows * features * sum(itemsizes) <= MAX_SLOTS_BYTES
+        boxed = tile.num_chunks <= MAX_BOX
+        if exact and whole and small and boxed and tile.per_lane <= max_per_lane:
+            yield tile
 
 
-def tile_for(features: int, itemsize: int, max_per_thread: int, config: Config) -> Tile | None:
+def tile_for(
+    features: int, itemsizes: Sequence[int], max_per_lane: int, config: Config
+) -> Tile | None:
     """Returns the tile for rows of `features` elements, or None where there is none.
 
-    Rows that take few registers are laid out for the widest accesses, then for most warps a row.
+    Rows that take few registers are laid out for the widest accesses, then for fewest threads a row.
+
+    Args:
+      features: of a row, or of a group of it.
+      itemsizes: bytes of an element of each array of rows that has buffers.
+      max_per_lane: features of a row that one lane may hold.
+      config: sizes.
     """
 
-    def rank(found: tuple[int, Tile]) -> tuple[int, ...]:
-        per_thread, tile = found
-        hardship = max(per_thread, EASY_PER_THREAD)
-        return hardship, -tile.vector, -tile.warps_per_row
+    def rank(tile: Tile) -> tuple[int, ...]:
+        hardship = max(tile.per_lane, EASY_PER_LANE)
+        shared = max(tile.per_lane, config.per_lane)
+        threads = tile.warps_per_row * tile.lanes_per_row
+        return hardship, -tile.vector, shared, threads, tile.warps_per_row
 
-    found = sorted(_tiles(features, itemsize, max_per_thread), key=rank)
+    found = sorted(_tiles(features, itemsizes, max_per_lane), key=rank)
     if not found:
         return None
-    tile = found[0][1]
-    elements = min(config.tile_elements, MAX_TILE_BYTES // itemsize)
-    rows = tile.rows * max(1, elements // (tile.rows * features))
-    return Tile(rows, features, tile.warps_per_row, tile.vector)
+    tile = found[0]
+    elements = min(config.tile_elements, MAX_SLOTS_BYTES // (2 * sum(itemsizes)))
+    rows = min(elements // features, MAX_BOX) // tile.rows * tile.rows
+    return replace(tile, rows=max(rows, tile.rows))
 
 
 def occupancy(
@@ -107,31 +130,65 @@ def occupancy(
 
     There are no more of either than shared memory has room for.
     """
-    slots = min(config.num_slots, (MAX_BLOCK_SMEM_BYTES - BLOCK_SMEM_BYTES) // slot_bytes)
+    slots = min(config.num_slots, MAX_SLOTS_BYTES // slot_bytes)
     resident = min(config.blocks_per_sm, SMEM_BYTES // (slots * slot_bytes + BLOCK_SMEM_BYTES))
     blocks = max(1, resident * _mgpu.num_sms() // groups)
     return slots, min(-(-rows // tile.rows), blocks)
 
 
-def unsupported(key: Key, max_per_thread: int) -> str | None:
+def segments(features: int, itemsizes: Sequence[int]) -> int | None:
+    """Returns into how many equal segments rows that fit no tile are cut, or None."""
+    for count in range(-(-features // SEGMENT), features // MIN_SEGMENT + 1):
+        if features % count == 0:
+            size = features // count
+            if tile_for(size, itemsizes, MAX_PER_LANE_CENTRED, CONFIGS[0]):
+                return count
+    return None
+
+
+def per_lane_of(centred: bool) -> int:
+    """Returns how many features of a row one lane may hold."""
+    return MAX_PER_LANE_CENTRED if centred else MAX_PER_LANE
+
+
+def unsupported(key: Key, centred: bool) -> str | None:
     """Returns why the kernels cannot run the call, in words that follow "no kernel for this call:".
 
     Args:
       key: the call.
-      max_per_thread: elements of a row that one thread may hold without spilling registers.
+      centred: whether the mean is subtracted.
     """
-    x = key.aval("x")
-    if x.dtype.name not in DTYPES:
-        return f"x must be of dtype {', '.join(DTYPES)}; it is {x.dtype.name}"
+    operands, options = dict(key.operands), dict(key.options)
+    for name in ("x", "residual"):
+        aval = operands.get(name)
+        if aval is not None and aval.dtype.name not in DTYPES:
+            return f"{name} must be of dtype {', '.join(DTYPES)}; it is {aval.dtype.name}"
     for name, aval in key.operands:
         if aval is not None and aval.dtype == np.float64:
             return f"{name} must not be float64, the statistics are float32"
-    features, itemsize = x.shape[-1], x.dtype.itemsize
-    if features % (2 * LANES):
-        return f"the last axis of x must be a multiple of {2 * LANES}; it has {features} features"
-    if features * itemsize > MAX_ROW_BYTES:
-        most = MAX_ROW_BYTES // itemsize
-        return f"the last axis of x must have at most {most} features; it has {features}"
-    if tile_for(features, itemsize, max_per_thread, CONFIGS[0]) is None:
-        return f"rows of {features} {x.dtype.name} do not fit the registers of a warpgroup"
+    x = key.aval("x")
+    groups = options.get("num_groups", 1)
+    features = x.shape[-1] // groups
+    what = "the last axis of x" if groups == 1 else "a group of the last axis of x"
+    if features % FEATURES_STEP:
+        return f"{what} must be a multiple of {FEATURES_STEP} features; it has {features}"
+    if features > MAX_FEATURES:
+        return f"{what} must have at most {MAX_FEATURES} features; it has {features}"
+    sizes = [x.dtype.itemsize]
+    if options.get("quantised"):
+        sizes += [1]
+        if tile_for(features, sizes, per_lane_of(centred), CONFIGS[0]) is None:
+            return f"rows of {features} {x.dtype.name} and float8_e4m3fn do not fit a warpgroup"
+        return None
+    residual = operands.get("residual")
+    sizes += [x.dtype.itemsize] if residual is None else [residual.dtype.itemsize] * 2
+    if tile_for(features, sizes, per_lane_of(centred), CONFIGS[0]) is not None:
+        return None
+    if groups > 1:
+        return f"groups of {features} {x.dtype.name} do not fit the registers of a warpgroup"
+    if segments(features, sizes) is None:
+        return (
+            f"rows of {features} {x.dtype.name} fit no warpgroup, and have no equal segments of "
+            f"{MIN_SEGMENT} to {SEGMENT} features that do"
+        )
     return None

@@ -2,25 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions `rms_norm` and `layer_norm`: checks at the door, then dispatch."""
 
-import math
-from typing import Any
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from tpjax.core.errors import message
 from tpjax.pallas import dispatch
-from tpjax.pallas.norms.implementations import (
-    LAYER_NORM,
-    LAYER_NORM_PARTITIONING,
-    RMS_NORM,
-    RMS_NORM_PARTITIONING,
-)
-
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+from tpjax.pallas.norms import door
+from tpjax.pallas.norms import implementations as ways
 
 
 def rms_norm(
@@ -28,18 +16,23 @@ def rms_norm(
     scale: Float[Array, " D"] | None = None,
     *,
     eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    num_groups: int = 1,
     implementation: str | None = None,
 ) -> Float[Array, "*B D"]:
     """Returns each row of x divided by its root mean square, times scale.
 
-        y = x / sqrt(mean(x^2) + eps) * scale
+        y = x / sqrt(mean(x^2) + eps) * (scale + scale_offset)
 
-    Everything is computed in float32 (float64 for float64 x) and rounded once, to x's dtype.
+    Everything is computed in float32 (float64 for float64 x) and rounded once, to x's dtype. Queries
+    and keys [*B, T, H, D] are normalised as they are: each head of each token is a row.
 
     Args:
       x: [*B, D], bfloat16, float16, float32 or float64.
       scale: [D], of any of those dtypes; None multiplies by nothing.
       eps: a positive number, added to the mean square.
+      scale_offset: a number added to scale: 1.0 for a scale that is stored as its distance from 1.
+      num_groups: equal groups of neighbouring features, each divided by its own root mean square.
       implementation: "pallas" or "xla"; None chooses.
 
     Returns:
@@ -59,13 +52,14 @@ def rms_norm(
     Source: Zhang and Sennrich 2019 (RMSNorm).
     """
     op = "rms_norm"
-    _check_x(op, x)
-    _check_vector(op, "scale", scale, x)
-    options = {"eps": _eps(op, eps)}
+    door.check_x(op, x)
+    door.check_vector(op, "scale", scale, x)
+    options = door.options_of(op, eps, scale_offset, scale)
+    options["num_groups"] = door.groups_of(op, num_groups, x)
     if not x.size:
         return jnp.zeros_like(x)
-    operands = {"x": x, "scale": scale}
-    return dispatch.call(op, RMS_NORM, operands, options, implementation, RMS_NORM_PARTITIONING)
+    operands, split = {"x": x, "scale": scale}, ways.RMS_NORM_PARTITIONING
+    return dispatch.call(op, ways.RMS_NORM, operands, options, implementation, split)
 
 
 def layer_norm(
@@ -74,11 +68,13 @@ def layer_norm(
     bias: Float[Array, " D"] | None = None,
     *,
     eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    num_groups: int = 1,
     implementation: str | None = None,
 ) -> Float[Array, "*B D"]:
     """Returns each row of x less its mean, over its standard deviation, times scale, plus bias.
 
-        y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * scale + bias
+        y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (scale + scale_offset) + bias
 
     Everything is computed in float32 (float64 for float64 x) and rounded once, to x's dtype.
 
@@ -87,6 +83,8 @@ def layer_norm(
       scale: [D], of any of those dtypes; None multiplies by nothing.
       bias: like `scale`; None adds nothing.
       eps: a positive number, added to the variance.
+      scale_offset: a number added to scale: 1.0 for a scale that is stored as its distance from 1.
+      num_groups: equal groups of neighbouring features, each with its own mean and variance.
       implementation: "pallas" or "xla"; None chooses.
 
     Returns:
@@ -103,50 +101,15 @@ def layer_norm(
       >>> layer_norm(x, jnp.ones(64), jnp.zeros(64)).shape
       (2, 16, 64)
 
-    Source: Ba, Kiros and Hinton 2016 (LayerNorm).
+    Source: Ba, Kiros and Hinton 2016 (LayerNorm); Wu and He 2018 (groups).
     """
     op = "layer_norm"
-    _check_x(op, x)
-    _check_vector(op, "scale", scale, x)
-    _check_vector(op, "bias", bias, x)
-    options = {"eps": _eps(op, eps)}
+    door.check_x(op, x)
+    door.check_vector(op, "scale", scale, x)
+    door.check_vector(op, "bias", bias, x)
+    options = door.options_of(op, eps, scale_offset, scale)
+    options["num_groups"] = door.groups_of(op, num_groups, x)
     if not x.size:
         return jnp.zeros_like(x)
-    operands = {"x": x, "scale": scale, "bias": bias}
-    split = LAYER_NORM_PARTITIONING
-    return dispatch.call(op, LAYER_NORM, operands, options, implementation, split)
-
-
-def _check_x(op: str, x: Any) -> None:
-    _check_array(op, "x", x)
-    if x.ndim < 1:
-        raise ValueError(message(op, "x", "of rank 1 or more, [*B, D]", f"shape {x.shape}"))
-
-
-def _check_array(op: str, name: str, x: Any) -> None:
-    if not isinstance(x, jax.Array | np.ndarray):
-        remedy = "Convert it with jax.numpy.asarray."
-        raise TypeError(message(op, name, "an array", type(x).__name__, remedy))
-    if str(x.dtype) not in DTYPES:
-        raise TypeError(message(op, name, f"of dtype {', '.join(DTYPES)}", x.dtype, "Cast it."))
-
-
-def _check_vector(op: str, name: str, vector: Any, x: Any) -> None:
-    if vector is None:
-        return
-    _check_array(op, name, vector)
-    if vector.shape != x.shape[-1:]:
-        must = f"of shape {x.shape[-1:]}, one number for each feature of x"
-        remedy = "Statistics are over the last axis; move yours there."
-        raise ValueError(message(op, name, must, f"shape {vector.shape}", remedy))
-
-
-def _eps(op: str, eps: Any) -> float:
-    if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
-        must = "a number known when tracing"
-        raise TypeError(message(op, "eps", must, repr(eps), "Pass a Python float."))
-    number = float(eps)
-    if not (number > 0 and math.isfinite(number)):
-        remedy = "It keeps a row of zeros from a division by zero; 1e-6 is usual."
-        raise ValueError(message(op, "eps", "positive and finite", eps, remedy))
-    return number
+    operands, split = {"x": x, "scale": scale, "bias": bias}, ways.LAYER_NORM_PARTITIONING
+    return dispatch.call(op, ways.LAYER_NORM, operands, options, implementation, split)

@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows streamed through shared memory by one warpgroup: what the kernels of the norms share.
 
-An array of rows [R, D] is seen as [R, N, C], N chunks of C features, and moved in tiles of whole
-rows [r, N, C] by TMA, which fills rows beyond the end with zeros and drops them on the way back.
-Registers hold a tile as float32:
+An array of rows [V, R, G, D] is seen as [V, R, G, N, C], N chunks of C features, and moved in tiles
+of whole rows of one group [r, N, C] by TMA, which fills rows beyond the end with zeros and drops
+them on the way back. Registers hold a tile as float32:
 
-    W warps work on one row, each on every W-th chunk; 4 / W rows go side by side;
-    the lanes of a warp hold `vector` neighbouring features each.
+    W warps work on one row, each on every W-th chunk; 4 / W warps go side by side;
+    L lanes of a warp work on one row, 32 / L rows go side by side;
+    a lane holds `vector` neighbouring features of a chunk.
 
 So a sum over features is shuffles inside a warp, and W values through shared memory; a thread meets
-the same features in every tile, which lets sums over rows stay in registers.
+the same features in every tile, which lets sums over rows stay in registers. Long rows take all
+threads; short ones few lanes each, for fewer shuffles.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,16 +39,28 @@ class Tile:
     rows: int
     """r, rows of one tile."""
     features: int
-    """D."""
+    """D, of one group."""
     warps_per_row: int
-    """W: 2 or 4."""
+    """W: 1, 2 or 4."""
     vector: int
     """Neighbouring features in one lane."""
+    lanes_per_row: int = LANES
+    """L: 8, 16 or 32."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that the threads of a warpgroup work on side by side; `rows` is a multiple."""
+        return WARPS // self.warps_per_row * (LANES // self.lanes_per_row)
+
+    @property
+    def per_lane(self) -> int:
+        """Features of one row in one lane."""
+        return self.features // (self.warps_per_row * self.lanes_per_row)
 
     @property
     def chunk(self) -> int:
         """C, features of one chunk."""
-        return LANES * self.vector
+        return self.lanes_per_row * self.vector
 
     @property
     def num_chunks(self) -> int:
@@ -61,14 +75,16 @@ class Tile:
     @property
     def layout(self) -> Any:
         """Where the elements live: warp, lane, place in a vector."""
+        rows_per_warp = LANES // self.lanes_per_row
         tiles = (
-            (WARPS // self.warps_per_row, self.warps_per_row, self.chunk),
+            (self.rows_at_once, self.warps_per_row, self.chunk),
+            (rows_per_warp, 1, self.chunk),
             (1, 1, self.vector),
         )
-        return _mgpu.tiled_layout(tiles, warp_dims=(-6, -5), lane_dims=(-4,))
+        return _mgpu.tiled_layout(tiles, warp_dims=(-9, -8), lane_dims=(-6, -4))
 
     def view(self, x: Array) -> Array:
-        """Returns rows [R, D] as [R, N, C], or a vector [D] as [N, C]."""
+        """Returns x [..., D] as [..., N, C]."""
         return x.reshape(*x.shape[:-1], self.num_chunks, self.chunk)
 
     def load(self, ref: Any) -> Array:
@@ -85,20 +101,32 @@ class Tile:
         vector = plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
         return self._spread(vector, (1, 2))
 
+    def load_rows(self, ref: Any) -> Array:
+        """Returns a number for each row [r] in device memory."""
+        return plgpu.load(ref, layout=self.layout.reduce((1, 2)), optimized=False)
+
     def zeros(self) -> Array:
         """Returns a tile of zeros."""
         return plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
 
     def mean(self, x: Array) -> Array:
-        """Returns the mean over the features of each row of a tile, spread over them."""
+        """Returns the mean over the features of each row of a tile [r]."""
         rows, chunks, features = self.shape
         while chunks % (2 * self.warps_per_row) == 0:  # by halves: fewer shuffles than one a chunk
             half = chunks // 2
             lower = lax.slice(x, (0, 0, 0), (rows, half, features))
             x, chunks = lower + lax.slice(x, (0, half, 0), (rows, chunks, features)), half
         sums = plgpu.layout_cast(x.sum(2), self.layout.reduce(2))
-        row = plgpu.layout_cast(sums.sum(1), self.layout.reduce((1, 2)))
-        return self._spread(row / self.features, (0,))
+        return plgpu.layout_cast(sums.sum(1), self.layout.reduce((1, 2))) / self.features
+
+    def largest(self, x: Array) -> Array:
+        """Returns the largest of the features of each row of a tile [r]."""
+        chunks = plgpu.layout_cast(x.max(2), self.layout.reduce(2))
+        return plgpu.layout_cast(chunks.max(1), self.layout.reduce((1, 2)))
+
+    def spread(self, numbers: Array) -> Array:
+        """Returns a number for each row [r], spread over its features."""
+        return self._spread(numbers, (0,))
 
     def store_sum(self, ref: Any, block: Array, x: Array) -> None:
         """Puts the sum of a tile over its rows into row `block` of [blocks, N, C]."""
@@ -118,63 +146,75 @@ class Share(NamedTuple):
     blocks: int
 
 
+class Rows(NamedTuple):
+    """Rows of one group in device memory: an array [V, R, G, N, C], and which V and G."""
+
+    array: Any
+    copy: Any
+    group: Any
+
+    def window(self, first: Any, rows: int) -> Any:
+        """Returns `rows` rows [rows, N, C]."""
+        return self.array.at[self.copy, pl.ds(first, rows), self.group]
+
+
 def stream(
     tile: Tile,
     share: Share,
-    sources: Sequence[Any],
-    result: Any,
+    sources: Sequence[Rows],
+    results: Sequence[tuple[Rows, int]],
     slots: Sequence[Any],
     barrier: Any,
-    step: Callable[[Sequence[Any], Any], Any],
+    step: Callable[[Any, Sequence[Any], Any], Any],
     carry: Any,
 ) -> Any:
     """Runs `step` on a share of the tiles, loads and stores going on meanwhile.
 
-    Loads run up to `slots - 1` tiles ahead: a slot is filled again one step after its result was
-    sent off, by when it has most likely been read. There are 2 slots or more.
+    Loads run up to `slots - 1` tiles ahead: a slot is filled again one step after its results were
+    sent off, by when they have most likely been read. There are 2 slots or more.
 
     Args:
       tile: of the rows.
       share: which tiles.
-      sources: arrays [R, N, C] in device memory.
-      result: the array of the results, like `sources`.
-      slots: buffers [slots, r, N, C] in shared memory, one for each source. `step` leaves the
-        results in the last one.
+      sources: what is read.
+      results: what is written, each with the index of the buffers that `step` leaves it in.
+      slots: buffers [slots, r, N, C] in shared memory, one for each source; then more for results.
       barrier: one for each slot, with an arrival for each source.
-      step: takes the buffers of one tile [r, N, C], and the carry; returns the new carry.
+      step: takes the first row of a tile, its buffers [r, N, C], and the carry; returns the new
+        carry.
       carry: what the first step gets.
 
     Returns:
       The last carry.
     """
-    num_slots, rows = slots[0].shape[0], result.shape[0]
+    num_slots, num_rows = slots[0].shape[0], sources[0].array.shape[1]
     block, blocks = share
-    num_tiles = (pl.cdiv(rows, tile.rows) - block + blocks - 1) // blocks
+    num_tiles = (pl.cdiv(num_rows, tile.rows) - block + blocks - 1) // blocks
 
-    def window(step_index: Any) -> Any:
-        return pl.ds((block + step_index * blocks) * tile.rows, tile.rows)
+    def first_row(step_index: Any) -> Any:
+        return (block + step_index * blocks) * tile.rows
 
     def load(step_index: Any) -> None:
         slot = lax.rem(step_index, num_slots)
-        for source, buffer in zip(sources, slots, strict=True):
-            plgpu.copy_gmem_to_smem(
-                source.at[window(step_index)], buffer.at[slot], barrier.at[slot]
-            )
+        for source, buffer in zip(sources, slots, strict=False):
+            window = source.window(first_row(step_index), tile.rows)
+            plgpu.copy_gmem_to_smem(window, buffer.at[slot], barrier.at[slot])
 
     for ahead in range(num_slots):
         pl.when(ahead < num_tiles)(lambda ahead=ahead: load(jnp.int32(ahead)))
 
     def body(step_index: Any, carry: Any) -> Any:
-        slot = lax.rem(step_index, num_slots)
+        slot, first = lax.rem(step_index, num_slots), first_row(step_index)
         plgpu.barrier_wait(barrier.at[slot])
-        carry = step([buffer.at[slot] for buffer in slots], carry)
+        carry = step(first, [buffer.at[slot] for buffer in slots], carry)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slots[-1].at[slot], result.at[window(step_index)])
+        for result, index in results:
+            plgpu.copy_smem_to_gmem(slots[index].at[slot], result.window(first, tile.rows))
         following = step_index - 1 + num_slots
 
         @pl.when((step_index >= 1) & (following < num_tiles))
         def _() -> None:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(len(results), wait_read_only=True)
             load(following)
 
         return carry
