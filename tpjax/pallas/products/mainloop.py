@@ -6,11 +6,11 @@ A block of threads is two computing warpgroups ("workers") and one that loads. A
 is `Config.rows` rows for each worker, one below the other, times `Config.columns` columns; it is
 summed over K in steps of `DEPTH`, each of which takes a slot of a ring in shared memory:
 
-    loader    each(tile): feed(...)         brings the operands by TMA, ahead by the whole ring, also
-                                            past the end of a tile
-    worker    each(tile): accumulate(...)   the sums, in registers
-                          what follows      runs under the loads for the next tile, and under the
-                                            other worker's arithmetic: the two drift apart
+    loader   feed(...)                       brings the operands by TMA, ahead by the whole ring,
+                                             past the end of a tile too
+    worker   each(tile):  accumulate(...)    the sums, in registers
+                          what follows       runs under the loads for the next tile, and under the
+                                             other worker's arithmetic: the two drift apart
 
 Blocks stay until the end and take tiles in turns. Tiles that are worked on at one time form a
 compact patch of the product (`Config.group`), so that what they read is in L2. Blocks may form
@@ -236,7 +236,7 @@ def accumulate(
             ring.release(slot_of(passed + tiles.steps - 1, ring.stages))
         return tuple(total[...] for total in sums)
 
-    shape = plgpu.ACC((tiles.config.rows, tiles.width), jnp.float32)
+    shape = plgpu.WGMMAAccumulatorRef((tiles.config.rows, tiles.width), jnp.float32)
     return pl.run_scoped(scope, *[shape] * tiles.sums)
 
 

@@ -4,8 +4,8 @@
 
     results = finish(a b0, a b1, ..., sides, vectors)
 
-Arrays are [G, M, K] and the like: G products, or 1 where all share it. An array [G, rows, 2, columns]
-has two halves, each of which is used as one [G, rows, columns] (`Panel`): nothing is copied.
+Arrays are [G, M, K] and the like: G products, or 1 where all share it. An array [G, rows, 2,
+columns] has two halves, each of which is used as one [G, rows, columns] (`Panel`): no copies.
 
 A worker finishes its sums piece by piece: 64 rows by `Staging.piece` columns. Sides, arrays of the
 results' shape that the finish reads, arrive by TMA in slots of their own, the first ones during the
@@ -24,7 +24,7 @@ from jax import Array, lax
 from tpjax.core.operator import Interpret
 from tpjax.pallas._mgpu import pl, plgpu, row_tile
 from tpjax.pallas.attention.ring import Ring
-from tpjax.pallas.matmul.mainloop import (
+from tpjax.pallas.products.mainloop import (
     DEPTH,
     ROWS,
     WORKERS,
@@ -54,10 +54,10 @@ class Panel(NamedTuple):
     def at(self, refs: Sequence[Any], batch: Array, rows: Any, columns: Any) -> Any:
         """Returns the reference to a part of it."""
         ref = refs[self.array]
-        batch = batch if ref.shape[0] > 1 else 0
+        group = batch if ref.shape[0] > 1 else 0
         if self.half is None:
-            return ref.at[batch, rows, columns]
-        return ref.at[batch, rows, self.half, columns]
+            return ref.at[group, rows, columns]
+        return ref.at[group, rows, self.half, columns]
 
 
 class Finish:
@@ -344,7 +344,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _padded(x: Array) -> Array:
-    """Returns an array with zeros up to whole tiles of shared memory along its second and last axis."""
+    """Returns an array whose second and last axis end with whole tiles of shared memory."""
     pads = [(0, 0)] * x.ndim
     pads[1] = (0, _up(x.shape[1], TMA_ROWS) - x.shape[1])
     pads[-1] = (0, _up(x.shape[-1], TMA_COLUMNS) - x.shape[-1])
