@@ -9,10 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpjax.pallas.attention.entry import flash_attention
+    from tpjax.pallas.losses.entry import linear_cross_entropy
+    from tpjax.pallas.norms.added import add_layer_norm, add_rms_norm
     from tpjax.pallas.norms.entry import layer_norm, rms_norm
+    from tpjax.pallas.norms.fp8 import layer_norm_fp8, rms_norm_fp8
     from tpjax.pallas.ops import OPS
 
-__all__ = ["OPS", "flash_attention", "layer_norm", "rms_norm"]
+__all__ = [
+    "OPS",
+    "add_layer_norm",
+    "add_rms_norm",
+    "flash_attention",
+    "layer_norm",
+    "layer_norm_fp8",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rms_norm_fp8",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,11 +7,24 @@ A new operator is a file (its meaning, code, gradient, limits) and a row here.
 
 from tpjax.core.operator import Op
 from tpjax.pallas.attention.row import FLASH_ATTENTION
-from tpjax.pallas.norms.rows import LAYER_NORM, RMS_NORM
+from tpjax.pallas.losses.row import LINEAR_CROSS_ENTROPY
+from tpjax.pallas.norms.rows import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    LAYER_NORM_FP8,
+    RMS_NORM,
+    RMS_NORM_FP8,
+)
 
 OPS: tuple[Op, ...] = (
     RMS_NORM,
     LAYER_NORM,
+    ADD_RMS_NORM,
+    ADD_LAYER_NORM,
+    RMS_NORM_FP8,
+    LAYER_NORM_FP8,
     FLASH_ATTENTION,
+    LINEAR_CROSS_ENTROPY,
 )
 """Every operator; names are unique."""

@@ -99,7 +99,7 @@ def tile_for(
 ) -> Tile | None:
     """Returns the tile for rows of `features` elements, or None where there is none.
 
-    Rows that take few registers are laid out for the widest accesses, then for fewest threads a row.
+    Rows that take few registers are laid out for the widest accesses, then for few threads a row.
 
     Args:
       features: of a row, or of a group of it.

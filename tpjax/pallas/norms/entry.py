@@ -24,8 +24,8 @@ def rms_norm(
 
         y = x / sqrt(mean(x^2) + eps) * (scale + scale_offset)
 
-    Everything is computed in float32 (float64 for float64 x) and rounded once, to x's dtype. Queries
-    and keys [*B, T, H, D] are normalised as they are: each head of each token is a row.
+    Everything is computed in float32 (float64 for float64 x) and rounded once, to x's dtype. To
+    normalise queries or keys [*B, T, H, D] pass them as they are: a row is a head of a token.
 
     Args:
       x: [*B, D], bfloat16, float16, float32 or float64.

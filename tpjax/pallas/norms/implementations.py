@@ -19,7 +19,7 @@ from tpjax.pallas.norms.kernels import Norm
 
 
 def _xla(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the reference; its backward pass keeps the arguments alone and forms the rest again."""
+    """Returns the reference; the backward pass keeps its arguments and forms the rest anew."""
 
     def run(*operands: Any, **options: Any) -> Any:
         return jax.checkpoint(partial(reference, **options), prevent_cse=False)(*operands)
