@@ -22,14 +22,15 @@ from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, launch
 from tpjax.pallas.attention.extras import Extras, query_spans, tiled
 from tpjax.pallas.attention.query_walk import (
+    Blocks,
     QueryWalk,
     Sums,
+    blocks_scratch,
     gather,
     load_queries,
     start_walk,
     store,
 )
-from tpjax.pallas.attention.ring import Ring, ring_barriers
 from tpjax.pallas.attention.schedule import TileFacts
 from tpjax.pallas.attention.scores import Plan, filled
 
@@ -64,14 +65,12 @@ def _key_value_step(step: Array, sums: Sums, walk: QueryWalk, member: Array, at_
 
 def _key_value_kernel(
     q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dk_ref, dv_ref, k_smem,
-    v_smem, q_smem, do_smem, lse_smem, delta_smem, own_ready, q_bars, do_bars, exchange,
-    *, facts: TileFacts,
+    v_smem, blocks: Blocks, own_ready, exchange, *, facts: TileFacts,
 ):  # fmt: skip
     """dkey and dvalue of 64 rows for each worker; queries stream through rings."""
     del exchange
     workers, worker = facts.plan.config.dkv_warpgroups, lax.axis_index("worker")
-    rings = Ring((q_smem, lse_smem), *q_bars), Ring((do_smem, delta_smem), *do_bars)
-    walk = start_walk(workers * ROWS, *rings, extras, spans, facts)
+    walk = start_walk(workers * ROWS, *blocks.rings(), extras, spans, facts)
 
     @pl.when(worker < workers)
     def _compute():
@@ -106,11 +105,8 @@ def key_value_gradient(
     facts = TileFacts(plan, order, kv_heads, group, features, value_features)
     scratch = [
         *(row_tile((*own, width), dtype) for width in (features, value_features)),
-        *(row_tile((stages, block, width), dtype) for width in (features, value_features)),
-        *(plgpu.SMEM((stages, block), jnp.float32) for _ in ("lse", "delta")),
+        blocks_scratch(extras, (stages, block), (features, value_features), dtype, workers),
         plgpu.Barrier(num_arrivals=1 if config.dkv_split else 2, num_barriers=workers),
-        ring_barriers(workers, stages, copies=2),
-        ring_barriers(workers, stages, copies=2),
         exchange_scratch(block) if config.dkv_split else None,
     ]
     body: Any = split_kernel if config.dkv_split else _key_value_kernel

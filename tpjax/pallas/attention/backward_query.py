@@ -83,6 +83,7 @@ def _query_step(
     tile, zero = (ROWS, block), _zero(step, walk.facts)
     keys, values = walk.keys.buffers[0].at[slot], walk.values.buffers[0].at[value_slot + zero]
     query, dout = (x.at[walk.worker + zero] for x in (walk.query, walk.dout))
+    key_ids = walk.keys.buffers[1].at[slot] if walk.ids is not None else None
 
     def products(sums, fresh, row_sums):
         (product,), (dq, dweights) = fresh, sums
@@ -93,7 +94,7 @@ def _query_step(
         where = Tile(walk.start, (walk.span.stop - 1 - step) * block, tile)
         scored, factor, gain = scores.values(product.value(pending=1), where)
         weights = jnp.exp2(scored * factor - by_row(walk.lse, tile))
-        seen = scores.seen(where, at_edge, walk.ids)
+        seen = scores.seen(where, at_edge, walk.ids, key_ids)
         if seen is not None:
             weights = jnp.where(seen, weights, 0.0)
         weights = lax.optimization_barrier(weights)
@@ -149,8 +150,8 @@ def _query_sums(walk: _QueryWalk, steps: Array, for_slopes: bool) -> tuple[Array
 
 def _query_kernel(
     q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dq_ref, slope_refs,
-    q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, own_ready, k_ready, k_free, v_ready,
-    v_free, *, facts: TileFacts,
+    q_smem, do_smem, lse_smem, delta_smem, k_smem, ids_smem, v_smem, own_ready, k_ready, k_free,
+    v_ready, v_free, *, facts: TileFacts,
 ):  # fmt: skip
     """dquery of 64 rows for each worker; keys and values stream through rings."""
     config = facts.plan.config
@@ -161,7 +162,8 @@ def _query_kernel(
     scores = Scores(facts.plan, extras, spans, batch, head, query_axis=0)
     span = scores.span(tile, workers * ROWS, block)
     steps = jnp.int32(span.stop - span.start)
-    keys, values = Ring((k_smem,), k_ready, k_free), Ring((v_smem,), v_ready, v_free)
+    key_buffers = (k_smem,) if ids_smem is None else (k_smem, ids_smem)
+    keys, values = Ring(key_buffers, k_ready, k_free), Ring((v_smem,), v_ready, v_free)
 
     @pl.when(worker < workers)
     def _compute():
@@ -199,8 +201,10 @@ def _query_kernel(
         kv_head = lax.div(head, jnp.int32(facts.group))
 
         def sources(step):
-            rows = (batch, pl.ds((span.stop - 1 - step) * block, block), kv_head)
-            return (k_ref.at[rows],), (v_ref.at[rows],)
+            tokens = pl.ds((span.stop - 1 - step) * block, block)
+            rows = (batch, tokens, kv_head)
+            ids = () if ids_smem is None else (extras.key_ids.at[batch, tokens],)
+            return (k_ref.at[rows], *ids), (v_ref.at[rows],)
 
         fill(steps, (keys, values), sources)
 
@@ -227,14 +231,16 @@ def query_gradient(
     head_bytes = k.shape[1] * (features + value_features) * dtype.itemsize
     order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
     facts = TileFacts(plan, order, heads, group, features, value_features)
+    has_ids = extras.key_ids is not None
     scratch = [
         row_tile((workers, ROWS, features), dtype),
         row_tile((workers, ROWS, value_features), dtype),
         *(plgpu.SMEM((workers, ROWS), jnp.float32) for _ in ("lse", "delta")),
         row_tile((stages, block, features), dtype),
+        plgpu.SMEM((stages, block), jnp.int32) if has_ids else None,
         row_tile((value_stages, block, value_features), dtype),
         plgpu.Barrier(num_arrivals=4, num_barriers=workers),
-        *ring_barriers(workers, stages, copies=1),
+        *ring_barriers(workers, stages, copies=1 + has_ids),
         *ring_barriers(workers, value_stages, copies=1),
     ]
     name, grid = "flash_attention_backward_query", num_tiles * batch * heads

@@ -25,6 +25,7 @@ from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents
 from tpjax.pallas.attention.extras import Extras
 from tpjax.pallas.attention.query_walk import (
+    Blocks,
     QueryWalk,
     Sums,
     gather,
@@ -115,14 +116,12 @@ def _interpret(walk: QueryWalk) -> Any:
 
 def split_kernel(
     q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dk_ref, dv_ref, k_smem,
-    v_smem, q_smem, do_smem, lse_smem, delta_smem, own_ready, q_bars, do_bars,
-    exchange: _Exchange, *, facts: TileFacts,
+    v_smem, blocks: Blocks, own_ready, exchange: _Exchange, *, facts: TileFacts,
 ):  # fmt: skip
     """dkey and dvalue of 64 rows, one for each worker; queries stream through rings."""
     worker = lax.axis_index("worker")
-    rings = Ring((q_smem, lse_smem), *q_bars), Ring((do_smem, delta_smem), *do_bars)
     handed = Ring((exchange.weights,), *exchange.bars)
-    walk = start_walk(ROWS, *rings, extras, spans, facts)
+    walk = start_walk(ROWS, *blocks.rings(), extras, spans, facts)
     rows = (walk.scores.batch, pl.ds(walk.start, ROWS), walk.scores.head)
 
     def gathered(step, source, own, staged):

@@ -74,6 +74,8 @@ class _Shared(NamedTuple):
 
     query: Any
     key: Any
+    key_ids: Any
+    """Segments of the keys, or None."""
     value: Any
     out: Any
     """None where the output takes the place of the queries."""
@@ -90,10 +92,11 @@ class _Shared(NamedTuple):
     def rings(self, workers: int) -> tuple[Ring, Ring]:
         """Returns the rings of keys and of values."""
         stages = self.key.shape[0]
+        keys = (self.key,) if self.key_ids is None else (self.key, self.key_ids)
         free = Signals(self.key_free, SLOTS, workers)
         value_free = Signals(self.value_free, SLOTS + stages, workers)
         return (
-            Ring((self.key,), self.key_ready, free),
+            Ring(keys, self.key_ready, free),
             Ring((self.value,), self.value_ready, value_free),
         )
 
@@ -192,8 +195,11 @@ def _load(gmem: _Global, smem: _Shared, facts: TileFacts, deal: Deal) -> None:
             plgpu.copy_gmem_to_smem(gmem.query.at[rows], to, ready)
 
         def sources(step):
-            rows = (item.batch, pl.ds((item.end - 1 - step) * block, block), kv_head)
-            return (gmem.key.at[rows],), (gmem.value.at[rows],)
+            tokens = pl.ds((item.end - 1 - step) * block, block)
+            rows, ids = (item.batch, tokens, kv_head), ()
+            if smem.key_ids is not None:
+                ids = (gmem.extras.key_ids.at[item.batch, tokens],)
+            return (gmem.key.at[rows], *ids), (gmem.value.at[rows],)
 
         # The first keys before the queries: those have to wait for the end of the last tile.
         feed(item.steps, rings, sources, passed, partial(each_worker, queries))
@@ -223,7 +229,9 @@ def _forward_kernel(
         _load(gmem, smem, facts, deal)
 
 
-def _shared(plan: Plan, dtype: Any, features: int, value_features: int, stays: bool) -> _Shared:
+def _shared(
+    plan: Plan, dtype: Any, features: int, value_features: int, stays: bool, has_ids: bool
+) -> _Shared:
     """Returns the types of a block's shared memory; `stays`: it may have several tiles."""
     config = plan.config
     workers, stages = config.warpgroups, config.stages
@@ -238,13 +246,14 @@ def _shared(plan: Plan, dtype: Any, features: int, value_features: int, stays: b
     own_out = features != value_features or (stays and total <= TILE_BYTES)
     query, key, value, out = (row_tile(shape, dtype) for shape in shapes)
     line = plgpu.SMEM((workers, ROWS), jnp.float32)
+    ids = plgpu.SMEM((stages, config.block), jnp.int32) if has_ids else None
     key_names = range(SLOTS, SLOTS + stages)
     value_names = range(key_names.stop, key_names.stop + stages)
     return _Shared(
-        query, key, value, out if own_out else None, line, line if plan.returns_max else None,
+        query, key, ids, value, out if own_out else None, line, line if plan.returns_max else None,
         query_ready=plgpu.Barrier(num_barriers=workers),
         query_free=plgpu.Barrier(num_barriers=workers),
-        key_ready=plgpu.Barrier(num_barriers=stages),
+        key_ready=plgpu.Barrier(num_arrivals=1 + has_ids, num_barriers=stages),
         key_free=signal_barriers(workers, key_names, plan.interpret),
         value_ready=plgpu.Barrier(num_barriers=stages),
         value_free=signal_barriers(workers, value_names, plan.interpret),
@@ -278,6 +287,8 @@ def launch_forward(
     dealt = deal(order, batch * heads, num_sms() if config.persistent else tiles)
     # Copies along one axis are not cut off at its end: it has room for every tile.
     line = out_like(query, (batch, heads, num_tiles * rows), jnp.float32)
+    has_ids, stays = extras.key_ids is not None, dealt.blocks < tiles
+    scratch = _shared(plan, dtype, features, value_features, stays, has_ids)
     kernel = gpu_kernel(
         partial(_forward_kernel, facts=facts, deal=dealt),
         out_type=[
@@ -285,7 +296,7 @@ def launch_forward(
             line,
             line if plan.returns_max else None,
         ],
-        scratch_types=[_shared(plan, dtype, features, value_features, dealt.blocks < tiles)],
+        scratch_types=[scratch],
         grid=(dealt.blocks,),
         grid_names=("block",),
         num_threads=workers + 1,

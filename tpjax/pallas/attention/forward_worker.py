@@ -119,10 +119,15 @@ class _State(NamedTuple):
 def _weights(
     walk: Walk, step: Any, products: Array, top: Array, at_edge: bool
 ) -> tuple[Array, ...]:
-    """Returns weights relative to the new top, their sum, that top, and 2^(top - new top)."""
+    """Returns weights relative to the new top, their sum, that top, and 2^(top - new top).
+
+    The products are finished: the keys' slot is released as soon as nothing more is read there.
+    """
     tile = Tile(walk.start, (walk.end - 1 - step) * walk.tile[1], walk.tile)
     scores, factor, _ = walk.scores.values(products, tile)
-    seen = walk.scores.seen(tile, at_edge, walk.ids)
+    key_ids = walk.keys.buffers[1].at[walk.slot(walk.keys, step)] if walk.ids is not None else None
+    seen = walk.scores.seen(tile, at_edge, walk.ids, key_ids)
+    walk.release(walk.keys, step)
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * factor)
@@ -156,7 +161,6 @@ def _first(walk: Walk, at_edge: bool) -> _State:
     _, products = accumulate(
         products_of, [], filled(0, tile), fresh=[tile], interpret=walk.facts.plan.interpret
     )
-    walk.release(walk.keys, step)
     no_top = filled(-jnp.inf, (ROWS,), WGMMA.reduce(1))
     weights, total, top, _ = _weights(walk, step, products, no_top, at_edge)
     _await_next(walk, step)
@@ -176,7 +180,6 @@ def _next(step: Array, state: _State, walk: Walk, at_edge: bool) -> _State:
         sums[0].add(state.weights, walk.block_of(walk.values, step - 1))
         walk.pass_turn()
         found = fresh[0].value(pending=1)
-        walk.release(walk.keys, step)
         weights, added, top, shrink = _weights(walk, step, found, top, at_edge)
         softmax = lax.optimization_barrier((top, total * shrink + added, shrink, weights))
         _await_next(walk, step)
@@ -259,7 +262,6 @@ def _alternate(step: Array, state: _State, walk: Walk, at_edge: bool) -> _State:
         return fresh[0].value()
 
     _, found = accumulate(scores, [], filled(0, tile), fresh=[tile], interpret=interpret)
-    walk.release(walk.keys, step)
     weights, added, top, shrink = _weights(walk, step, found, state.top, at_edge)
     out = scale_rows(state.out, shrink, mostly_ones=walk.is_lazy, interpret=interpret)
     softmax = out, state.total * shrink + added, top, weights.astype(walk.query.dtype)

@@ -44,8 +44,10 @@ from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, cotangents_of, launch
 from tpjax.pallas.attention.extras import Extras, pad_tokens, query_spans, tiled
 from tpjax.pallas.attention.query_walk import (
+    Blocks,
     QueryWalk,
     Sums,
+    blocks_scratch,
     gather,
     load_queries,
     start_walk,
@@ -182,13 +184,11 @@ def _gather(walk: QueryWalk, shared: _Shared) -> Sums:
 
 def _fused_kernel(
     q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dq_ref, dk_ref, dv_ref,
-    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, dx_smem, dq_smem, own_ready, q_bars,
-    do_bars, dx_bars, *, facts: TileFacts,
+    k_smem, v_smem, blocks: Blocks, dx_smem, dq_smem, own_ready, dx_bars, *, facts: TileFacts,
 ):  # fmt: skip
     """dkey and dvalue of 64 rows for each worker, and their part of dquery."""
     worker = lax.axis_index("worker")
-    rings = Ring((q_smem, lse_smem), *q_bars), Ring((do_smem, delta_smem), *do_bars)
-    walk = start_walk(TILE, *rings, extras, spans, facts)
+    walk = start_walk(TILE, *blocks.rings(), extras, spans, facts)
 
     @pl.when(worker < WORKERS)
     def _compute():
@@ -207,15 +207,13 @@ def _fused_kernel(
     pl.when(worker == WORKERS)(partial(load_queries, q_ref, cotangents, walk))
 
 
-def _scratch(dtype: Any) -> list[Any]:
+def _scratch(extras: Extras, dtype: Any) -> list[Any]:
     return [
         *(row_tile((TILE, FEATURES), dtype) for _ in ("key", "value")),
-        *(row_tile((STAGES, TILE, FEATURES), dtype) for _ in ("query", "dout")),
-        *(plgpu.SMEM((STAGES, TILE), jnp.float32) for _ in ("lse", "delta")),
+        blocks_scratch(extras, (STAGES, TILE), (FEATURES, FEATURES), dtype, WORKERS),
         row_tile((STAGES, TILE, TILE), dtype),
         row_tile((WORKERS, ROWS, FEATURES), jnp.float32),
         plgpu.Barrier(num_arrivals=2, num_barriers=WORKERS),
-        *(ring_barriers(WORKERS, STAGES, copies=2) for _ in ("queries", "cotangents")),
         ring_barriers(WORKERS, STAGES, copies=WORKERS),
     ]
 
@@ -256,7 +254,7 @@ def launch_fused(
     facts = TileFacts(plan, order, kv_heads, group, FEATURES, FEATURES)
     name, grid = "flash_attention_backward_fused", num_tiles * batch * kv_heads
     out_type = [out_like(q, x.shape, dtype) for x in (k, v)]
-    kernel = launch(_fused_kernel, name, facts, WORKERS, grid, out_type, _scratch(dtype))
+    kernel = launch(_fused_kernel, name, facts, WORKERS, grid, out_type, _scratch(extras, dtype))
     # Only the spans are of the bounds: the kernel masks faster where the region says all.
     spans = query_spans(_bounded(extras, plan.region, batch), plan.region, num_tiles, TILE, TILE)
     others = cotangents, tiled(extras, TILE, TILE, transposed=True), spans

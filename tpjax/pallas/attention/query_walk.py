@@ -9,14 +9,43 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tpjax.pallas._mgpu import pl, plgpu
+from tpjax.pallas._mgpu import pl, plgpu, row_tile
 from tpjax.pallas.attention.blocks import Span
 from tpjax.pallas.attention.config import ROWS
 from tpjax.pallas.attention.cotangents import Cotangents
 from tpjax.pallas.attention.extras import Extras
-from tpjax.pallas.attention.ring import Ring, fill, slot_of
+from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
 from tpjax.pallas.attention.schedule import TileFacts
 from tpjax.pallas.attention.scores import WGMMA, Scores, Tile
+
+
+class Blocks(NamedTuple):
+    """Shared memory of the two rings through which blocks of queries come."""
+
+    query: Any
+    lse: Any
+    ids: Any
+    """Segments of the queries, or None."""
+    dout: Any
+    delta: Any
+    query_bars: Any
+    dout_bars: Any
+
+    def rings(self) -> tuple[Ring, Ring]:
+        """Returns the ring of queries and that of their cotangents."""
+        queries = tuple(x for x in (self.query, self.lse, self.ids) if x is not None)
+        return Ring(queries, *self.query_bars), Ring((self.dout, self.delta), *self.dout_bars)
+
+
+def blocks_scratch(
+    extras: Extras, shape: tuple[int, int], widths: tuple[int, int], dtype: Any, workers: int
+) -> Blocks:
+    """Returns the types of `Blocks` for (stages, queries of a block), of features (D, V)."""
+    query, dout = (row_tile((*shape, width), dtype) for width in widths)
+    line, ids = (plgpu.SMEM(shape, x) for x in (jnp.float32, jnp.int32))
+    has_ids = extras.query_ids is not None
+    bars = [ring_barriers(workers, shape[0], copies) for copies in (2 + has_ids, 2)]
+    return Blocks(query, line, ids if has_ids else None, dout, line, *bars)
 
 
 class Stop(NamedTuple):
@@ -27,6 +56,7 @@ class Stop(NamedTuple):
     slot: Array
     query: Any
     lse: Any
+    ids: Any
     dout: Any
     delta: Any
     scores: Scores
@@ -46,7 +76,7 @@ class Stop(NamedTuple):
         """
         scored, factor, gain = self.scores.values(products, self.where)
         weights = jnp.exp2(scored * factor - lse)
-        seen = self.scores.seen(self.where, at_edge, ids)
+        seen = self.scores.seen(self.where, at_edge, ids, self.ids)
         return weights if seen is None else jnp.where(seen, weights, 0.0), seen, gain
 
 
@@ -63,7 +93,7 @@ class QueryWalk(NamedTuple):
     steps: Array
     """Blocks of each head."""
     queries: Ring
-    """Queries, and lse."""
+    """Queries, lse, and where there are segments theirs."""
     douts: Ring
     """Their cotangents, and delta."""
     scores: Scores
@@ -80,10 +110,10 @@ class QueryWalk(NamedTuple):
         count = member * self.steps + step
         slot = slot_of(count, self.queries.stages)
         scores = self.scores._replace(head=self.scores.head * self.facts.group + member)
-        query, lse = (x.at[slot] for x in self.queries.buffers)
+        query, lse, *ids = (x.at[slot] for x in self.queries.buffers)
         dout, delta = (x.at[slot] for x in self.douts.buffers)
         where = Tile(self.start, (self.span.start + step) * self.tile[1], self.tile)
-        return Stop(count, slot, query, lse, dout, delta, scores, where)
+        return Stop(count, slot, query, lse, ids[0] if ids else None, dout, delta, scores, where)
 
     def enter(self, count: Array) -> None:
         """Waits until both rings hold what a step needs, of all steps of the walk the `count`th."""
@@ -137,12 +167,14 @@ def load_queries(q_ref: Any, cotangents: Cotangents, walk: QueryWalk) -> None:
     batch, kv_head = walk.scores.batch, walk.scores.head
     block, steps = walk.tile[1], walk.steps
     dout, lse, delta = cotangents
+    ids = walk.scores.extras.query_ids
 
     def sources(count):
         head = kv_head * walk.facts.group + lax.div(count, steps)
         first = (walk.span.start + lax.rem(count, steps)) * block
         rows, line = (batch, pl.ds(first, block), head), (batch, head, pl.ds(first, block))
-        return (q_ref.at[rows], lse.at[line]), (dout.at[rows], delta.at[line])
+        own = () if ids is None else (ids.at[batch, pl.ds(first, block)],)
+        return (q_ref.at[rows], lse.at[line], *own), (dout.at[rows], delta.at[line])
 
     fill(steps * walk.facts.group, (walk.queries, walk.douts), sources)
 

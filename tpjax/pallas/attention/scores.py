@@ -150,13 +150,16 @@ class Scores(NamedTuple):
         shifted = self._over(query + self.bounds().shift, tile, self.query_axis)
         return jnp.abs(shifted - self._over(key, tile, 1 - self.query_axis)).astype(jnp.float32)
 
-    def seen(self, tile: Tile, crosses_edge: bool, row_ids: Array | None) -> Array | None:
+    def seen(
+        self, tile: Tile, crosses_edge: bool, row_ids: Array | None, column_ids: Any = None
+    ) -> Array | None:
         """Returns which scores of the tile are seen, or None if all are.
 
         Args:
           tile: which.
           crosses_edge: whether the region or a segment may end inside.
           row_ids: segment ids of the rows, or None.
+          column_ids: those of the columns, in shared memory; None: they are loaded from afar.
         """
         conditions = []
         if crosses_edge:
@@ -173,8 +176,12 @@ class Scores(NamedTuple):
             if reach.first is not None:
                 conditions.append(keys >= self._over(reach.first, tile, self.query_axis))
             if row_ids is not None:
-                column_ids = self.ids(tile.first_column, tile.shape[1], axis=1)
-                conditions.append(self._over(row_ids, tile, 0) == self._over(column_ids, tile, 1))
+                if column_ids is None:
+                    other_ids = self.ids(tile.first_column, tile.shape[1], axis=1)
+                else:
+                    other_ids = plgpu.load(column_ids, layout=WGMMA.reduce(0))
+                    plgpu.commit_smem()  # The read ends before a copy may overwrite what it reads.
+                conditions.append(self._over(row_ids, tile, 0) == self._over(other_ids, tile, 1))
         if self.extras.mask is not None:
             conditions.append(self._load(self.extras.mask, tile) != 0)
         if not conditions:
