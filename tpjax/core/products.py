@@ -19,6 +19,7 @@ Source: Shazeer 2020 (GLU Variants Improve Transformer), equation 5, for the gat
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -35,61 +36,58 @@ class Activation(NamedTuple):
     slope: Elementwise
 
 
-def _sigmoid(x: Array) -> Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
-
-
-def _swish_slope(x: Array) -> Array:
-    s = _sigmoid(x)
-    return s * (1.0 + x * (1.0 - s))
-
-
-def _sigmoid_slope(x: Array) -> Array:
-    s = _sigmoid(x)
-    return s * (1.0 - s)
-
-
-_GELU_SCALE = 1.5957691216057308  # 2 sqrt(2 / pi)
-_GELU_CUBE = 0.044715
-
-
-def _gelu(x: Array) -> Array:
-    """Returns x (1 + tanh(u)) / 2, as x sigmoid(2 u)."""
-    return x * _sigmoid(_GELU_SCALE * (x + _GELU_CUBE * x * x * x))
-
-
-def _gelu_slope(x: Array) -> Array:
-    s = _sigmoid(_GELU_SCALE * (x + _GELU_CUBE * x * x * x))
-    return s + x * s * (1.0 - s) * (_GELU_SCALE * (1.0 + 3.0 * _GELU_CUBE * x * x))
-
-
+_GELU_SCALE, _GELU_CUBE = 1.5957691216057308, 0.044715  # 2 sqrt(2 / pi)
 _INV_SQRT2, _INV_SQRT_2PI = 0.7071067811865476, 0.3989422804014327
 
 
-def _normal_cdf(x: Array) -> Array:
-    return 0.5 + 0.5 * lax.erf(x * _INV_SQRT2)
+def activations(sigmoid: Elementwise, erf: Elementwise) -> dict[str, Activation]:
+    """Returns all activations by name, of arithmetic, exponentials and these two functions.
+
+    "gelu" is the form with tanh, as `jax.nn.gelu` has it, "gelu_exact" that with erf.
+    """
+
+    def swish_slope(x: Array) -> Array:
+        s = sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+
+    def sigmoid_slope(x: Array) -> Array:
+        s = sigmoid(x)
+        return s * (1.0 - s)
+
+    def smooth_step(x: Array) -> Array:
+        """Returns (1 + tanh(u)) / 2, which is sigmoid(2 u)."""
+        return sigmoid(_GELU_SCALE * (x + _GELU_CUBE * x * x * x))
+
+    def gelu_slope(x: Array) -> Array:
+        s = smooth_step(x)
+        return s + x * s * (1.0 - s) * (_GELU_SCALE * (1.0 + 3.0 * _GELU_CUBE * x * x))
+
+    def below(x: Array) -> Array:
+        """Returns the probability that a normal variable is less."""
+        return 0.5 + 0.5 * erf(x * _INV_SQRT2)
+
+    def gelu_exact_slope(x: Array) -> Array:
+        return below(x) + x * (_INV_SQRT_2PI * jnp.exp(-0.5 * x * x))
+
+    def positive(x: Array) -> Array:
+        return jnp.maximum(x, 0.0)
+
+    def is_positive(x: Array) -> Array:
+        return jnp.where(x > 0.0, jnp.ones_like(x), jnp.zeros_like(x))
+
+    return {
+        "linear": Activation(lambda x: x, jnp.ones_like),
+        "relu": Activation(positive, is_positive),
+        "relu_squared": Activation(lambda x: x * positive(x), lambda x: 2.0 * positive(x)),
+        "sigmoid": Activation(sigmoid, sigmoid_slope),
+        "swish": Activation(lambda x: x * sigmoid(x), swish_slope),
+        "gelu": Activation(lambda x: x * smooth_step(x), gelu_slope),
+        "gelu_exact": Activation(lambda x: x * below(x), gelu_exact_slope),
+    }
 
 
-def _gelu_exact_slope(x: Array) -> Array:
-    return _normal_cdf(x) + x * (_INV_SQRT_2PI * jnp.exp(-0.5 * x * x))
-
-
-def _one_where_positive(x: Array) -> Array:
-    return jnp.where(x > 0.0, jnp.ones_like(x), jnp.zeros_like(x))
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "swish": Activation(lambda x: x * _sigmoid(x), _swish_slope),
-    "gelu": Activation(_gelu, _gelu_slope),
-    "gelu_exact": Activation(lambda x: x * _normal_cdf(x), _gelu_exact_slope),
-    "relu": Activation(lambda x: jnp.maximum(x, 0.0), _one_where_positive),
-    "relu_squared": Activation(
-        lambda x: x * jnp.maximum(x, 0.0), lambda x: 2.0 * jnp.maximum(x, 0.0)
-    ),
-    "sigmoid": Activation(_sigmoid, _sigmoid_slope),
-    "linear": Activation(lambda x: x, jnp.ones_like),
-}
-"""By name; "gelu" is the form with tanh, as `jax.nn.gelu` has it, "gelu_exact" that with erf."""
+ACTIVATIONS = activations(jax.nn.sigmoid, lax.erf)
+"""By name."""
 
 
 def _product(a: Array, b: Array) -> Array:

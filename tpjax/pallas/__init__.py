@@ -14,17 +14,23 @@ if TYPE_CHECKING:
     from tpjax.pallas.norms.entry import layer_norm, rms_norm
     from tpjax.pallas.norms.fp8 import layer_norm_fp8, rms_norm_fp8
     from tpjax.pallas.ops import OPS
+    from tpjax.pallas.products.entry import gated_linear_unit, gated_mlp, matmul
 
 __all__ = [
     "OPS",
     "add_layer_norm",
     "add_rms_norm",
     "flash_attention",
+    "gated_linear_unit",
+    "gated_mlp",
     "layer_norm",
     "layer_norm_fp8",
     "linear_cross_entropy",
+    "matmul",
     "rms_norm",
     "rms_norm_fp8",
+    "rms_norm_rope",
+    "rotary_embedding",
 ]
 
 

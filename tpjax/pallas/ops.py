@@ -16,6 +16,8 @@ from tpjax.pallas.norms.rows import (
     RMS_NORM,
     RMS_NORM_FP8,
 )
+from tpjax.pallas.products.rows import GATED_LINEAR_UNIT, GATED_MLP, MATMUL
+from tpjax.pallas.rope.rows import RMS_NORM_ROPE, ROTARY_EMBEDDING
 
 OPS: tuple[Op, ...] = (
     RMS_NORM,
@@ -26,5 +28,10 @@ OPS: tuple[Op, ...] = (
     LAYER_NORM_FP8,
     FLASH_ATTENTION,
     LINEAR_CROSS_ENTROPY,
+    MATMUL,
+    GATED_LINEAR_UNIT,
+    GATED_MLP,
+    ROTARY_EMBEDDING,
+    RMS_NORM_ROPE,
 )
 """Every operator; names are unique."""

@@ -63,12 +63,20 @@ class Panel(NamedTuple):
 class Finish:
     """What becomes of a tile's sums; subclasses are frozen dataclasses."""
 
-    factors: tuple[Panel, ...] = (Panel(0),)
-    """Right operands: one sum each."""
-    sides: tuple[Panel, ...] = ()
-    results: tuple[Panel, ...] = (Panel(0),)
-    num_vectors: int = 0
-    """Vectors [G, columns], float32."""
+    @property
+    def factors(self) -> tuple[Panel, ...]:
+        """The right operands: one sum each."""
+        return (Panel(0),)
+
+    @property
+    def sides(self) -> tuple[Panel, ...]:
+        """What else is read, as large as the results."""
+        return ()
+
+    @property
+    def results(self) -> tuple[Panel, ...]:
+        """What is written."""
+        return (Panel(0),)
 
     def __call__(
         self, sums: Sequence[Array], sides: Sequence[Array], vectors: Sequence[Array]
@@ -110,12 +118,18 @@ class Staging(NamedTuple):
         return one * (self.slots * out_size + self.side_slots * sum(side_sizes))
 
 
-def staging_for(out_size: int, side_sizes: Sequence[int]) -> Staging:
-    """Returns the staging for results and sides of so many bytes an element."""
+def staging_for(width: int, out_size: int, side_sizes: Sequence[int]) -> Staging:
+    """Returns the staging for results and sides of so many bytes an element.
+
+    Args:
+      width: columns of each of a tile's sums.
+      out_size: bytes of an element of the results.
+      side_sizes: the same of each side.
+    """
     widest = max(out_size, *side_sizes, 0)
     if len(side_sizes) > 1:
-        return Staging(64 // widest, 2, 4)
-    return Staging(128 // widest, 2, 2 if side_sizes else 0)
+        return Staging(min(width, 64 // widest), 2, 4)
+    return Staging(min(width, 128 // widest), 2, 2 if side_sizes else 0)
 
 
 def stages_for(config: Config, itemsize: int, staging_bytes: int) -> int:
@@ -311,11 +325,12 @@ def _launch(arrays: _Arrays, job: Job) -> tuple[Array, ...]:
     columns = arrays.factors[0].shape[1 if job.transpose_b else -1]
     rows, columns = _up(rows, TMA_ROWS), _up(columns, TMA_COLUMNS)
     sides = [arrays.sides[panel.array].dtype.itemsize for panel in job.finish.sides]
-    staging = staging_for(out_dtype.itemsize, sides)
+    sums = len(job.finish.factors)
+    staging = staging_for(job.config.columns // sums, out_dtype.itemsize, sides)
     room = staging.bytes(out_dtype.itemsize, sides)
     config = replace(job.config, stages=stages_for(job.config, a.dtype.itemsize, room))
     groups = max(x.shape[0] for x in jax.tree.leaves(arrays))
-    tiles = Tiles(config, groups, rows, columns, pl.cdiv(terms, DEPTH), len(job.finish.factors))
+    tiles = Tiles(config, groups, rows, columns, pl.cdiv(terms, DEPTH), sums)
     kernel = _Kernel(job, tiles, staging)
     end = _up(columns, tiles.width * config.cluster)
     # What is loaded without TMA may not lie beyond an array's end.

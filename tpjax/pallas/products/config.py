@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which sizes the kernels of matrix products run with, and which calls they run."""
+
+import math
+
+from tpjax.core.operator import Key
+from tpjax.pallas._mgpu import num_sms
+from tpjax.pallas.products.mainloop import Config
+from tpjax.pallas.tuning import config_for
+
+DTYPES = ("bfloat16", "float16")
+CONFIGS = (
+    Config(),
+    Config(group=16),
+    Config(rows=128, columns=128, share_columns=False),
+    Config(columns=128, stages=6),
+    Config(columns=128, stages=6, cluster=1),
+)
+"""Worth trying; the last is for products of few tiles."""
+
+
+def heuristic(groups: int, rows: int, columns: int) -> Config:
+    """Returns the config for products [rows, columns], `columns` counting those of all sums."""
+    first, last = CONFIGS[0], CONFIGS[-1]
+    tiles = groups * math.ceil(rows / first.block_rows) * math.ceil(columns / first.columns)
+    return first if tiles >= num_sms() else last
+
+
+def chosen(op: str, groups: int, rows: int, columns: int, terms: int, dtype: str) -> Config:
+    """Returns the config of a launch: the measured one, or the heuristic's."""
+    shapes = groups, rows, columns, terms, dtype
+    return config_for(op, shapes, CONFIGS, heuristic(groups, rows, columns))
+
+
+def unsupported(key: Key) -> str | None:
+    """Returns why the kernels cannot run the call, in words that follow "no kernel for this call:".
+
+    The first operand's dtype is that of all factors.
+    """
+    (name, first), *others = key.operands
+    assert first is not None
+    if first.dtype.name not in DTYPES:
+        takes = " and ".join(DTYPES)
+        return f"{name} is {first.dtype.name}; the kernel, which rounds no input, takes {takes}"
+    for other, aval in others:
+        if aval is not None and aval.dtype.itemsize > 4:
+            return f"{other} is {aval.dtype.name}; the kernel computes in float32"
+    if any(0 in aval.shape for _, aval in key.operands if aval is not None):
+        return "there is nothing to multiply"
+    return None

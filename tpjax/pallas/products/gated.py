@@ -1,0 +1,145 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""`gated_linear_unit` and `gated_mlp` on Hopper.
+
+    forward    gate, up = x w            hidden = activation(gate) up        [out = hidden down]
+    backward   dhidden [= dout down^T]   dgate = dhidden up activation'(gate)
+               dx = [dgate, dup] w^T     dup = dhidden activation(gate)
+               dw = x^T [dgate, dup]     [ddown = hidden^T dout]
+
+in brackets what `gated_mlp` adds. One kernel makes gate and up, and from them the hidden rows, in
+registers. For the backward pass it writes gate and up (to form them again would take a third more
+arithmetic in all); hidden rows are formed again at the end of the product that gives dhidden, whose
+own result, and gradients of it, are in registers too.
+
+Letters: R rows, D features, F hidden features, G groups under vmap. Gate and up are two halves of
+[G, R, 2, F], as their weights are of [G, D, 2, F]: [G, D, 2 F] is the same memory. Numerics: gate
+and up as kept are rounded to the dtype of x. Weights given as two arrays are read where they lie
+forward, and copied to one for dx.
+
+Source: Shazeer 2020 (GLU Variants Improve Transformer), equation 5, and its derivative.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tpjax.core.products import ACTIVATIONS
+from tpjax.pallas import dispatch
+from tpjax.pallas.products.finishes import Gated, GatedPull, Plain
+from tpjax.pallas.products.plain import Launcher
+from tpjax.pallas.products.product import Config
+
+
+class _Operands(NamedTuple):
+    """x [1, R, D]; w [1, D, 2, F], or [1, D, F] and w_up alike; w_down [1, F, D]."""
+
+    x: Array
+    w: Array
+    w_up: Array | None
+    w_down: Array | None
+
+
+class _Options(NamedTuple):
+    activation: str
+    launcher: Launcher
+
+
+class _Kept(NamedTuple):
+    """For the backward pass: the operands, gate and up [1, R, 2, F]."""
+
+    operands: _Operands
+    gate_up: Array
+
+
+def _hidden(o: _Operands, options: _Options, keeps: bool) -> tuple[Array, ...]:
+    """Returns the hidden rows [1, R, F] and, if it keeps them, gate and up."""
+    factors = (o.w,) if o.w_up is None else (o.w, o.w_up)
+    return options.launcher(Gated(options.activation, o.w_up is None, keeps), o.x, factors)
+
+
+def _down(o: _Operands, hidden: Array, options: _Options) -> Array:
+    if o.w_down is None:
+        return hidden
+    return options.launcher(Plain(), hidden, (o.w_down,))[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gated(o: _Operands, options: _Options) -> Array:
+    return _down(o, _hidden(o, options, False)[0], options)
+
+
+def _forward(o: _Operands, options: _Options) -> tuple[Array, _Kept]:
+    hidden, gate_up = _hidden(o, options, True)
+    return _down(o, hidden, options), _Kept(o, gate_up)
+
+
+def _pulled(gate_up: Array, dhidden: Array, activation: str) -> Array:
+    """Returns the gradient of gate and up [1, R, 2, F], by XLA: it only moves data."""
+    gate, up = (gate_up[:, :, half].astype(jnp.float32) for half in range(2))
+    act, d = ACTIVATIONS[activation], dhidden.astype(jnp.float32)
+    pair = (d * up * act.slope(gate), d * act.value(gate))
+    return jnp.stack([x.astype(gate_up.dtype) for x in pair], axis=2)
+
+
+def _backward(options: _Options, kept: _Kept, dout: Array) -> tuple[_Operands]:
+    (x, w, w_up, w_down), gate_up = kept
+    launcher, ddown = options.launcher, None
+    if w_down is None:
+        dgate_up = _pulled(gate_up, dout, options.activation)
+    else:
+        finish = GatedPull(options.activation)
+        hidden, dgate_up = launcher(finish, dout, (w_down,), (gate_up,), transpose_b=True)
+        (ddown,) = launcher(Plain(), hidden, (dout,), transpose_a=True)
+    stacked = w if w_up is None else jnp.stack([w, w_up], axis=2)
+    features, _, width = stacked.shape[1:]
+    flat = dgate_up.reshape(1, -1, 2 * width)
+    right = stacked.reshape(1, features, 2 * width)
+    (dx,) = launcher(Plain(), flat, (right,), transpose_b=True)
+    (dw,) = launcher(Plain(), x, (flat,), transpose_a=True)
+    dw = dw.reshape(stacked.shape)
+    if w_up is None:
+        return (_Operands(dx, dw, None, ddown),)
+    return (_Operands(dx, dw[:, :, 0], dw[:, :, 1], ddown),)
+
+
+_gated.defvjp(_forward, _backward)
+
+
+def gated_linear_unit_pallas(
+    x: Array, w: Array, w_up: Array | None, *, activation: str, config: Config | None = None
+) -> Array:
+    """Runs the kernels on a checked call that they support."""
+    return _call("gated_linear_unit", x, w, w_up, None, activation, config)
+
+
+def gated_mlp_pallas(
+    x: Array,
+    w: Array,
+    w_down: Array,
+    w_up: Array | None,
+    *,
+    activation: str,
+    config: Config | None = None,
+) -> Array:
+    """Runs the kernels on a checked call that they support."""
+    return _call("gated_mlp", x, w, w_up, w_down, activation, config)
+
+
+def _call(
+    op: str,
+    x: Array,
+    w: Array,
+    w_up: Array | None,
+    w_down: Array | None,
+    activation: str,
+    config: Config | None,
+) -> Array:
+    one = [None if v is None else v[None] for v in (w, w_up, w_down)]
+    operands = _Operands(x.reshape(1, -1, x.shape[-1]), *one)
+    target = dispatch.current_target().interpret
+    out = _gated(operands, _Options(activation, Launcher(op, target, config)))
+    return out.reshape(*x.shape[:-1], out.shape[-1])

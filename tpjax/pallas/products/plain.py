@@ -1,0 +1,146 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""`matmul` on Hopper: forward in one kernel, each product of its gradient in another.
+
+    forward    z = scale (a b) + bias               out = activation(z) + residual
+    backward   dz = dout activation'(z)
+               da = (dz scale) b^T                  db = p scale, p = a^T dz
+               dbias = sum of dz over rows          dscale = sum of b p over K
+
+Letters: G products, M rows, N columns, K terms of each sum. Where there is an activation, z is kept
+in the dtype of the result. All sums are in a fixed order: runs agree to the last bit.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tpjax.core.operator import Interpret
+from tpjax.core.products import ACTIVATIONS
+from tpjax.pallas import dispatch
+from tpjax.pallas.products.config import chosen
+from tpjax.pallas.products.finishes import Affine, Plain
+from tpjax.pallas.products.product import Config, Finish, Job, product
+
+
+class Launcher(NamedTuple):
+    """What all launches of one call have in common."""
+
+    op: str
+    interpret: Interpret
+    config: Config | None
+    """None: as measured, or guessed, for each launch."""
+
+    def __call__(
+        self,
+        finish: Finish,
+        a: Array,
+        factors: tuple[Array, ...],
+        sides: tuple[Array, ...] = (),
+        vectors: tuple[Array, ...] = (),
+        **stored: Any,
+    ) -> tuple[Array, ...]:
+        """Runs `product`; `stored` are options of `Job`."""
+        rows, terms = a.shape[:0:-1] if stored.get("transpose_a") else a.shape[1:]
+        columns = factors[0].shape[1 if stored.get("transpose_b") else -1] * len(finish.factors)
+        size = a.shape[0], rows, columns, terms
+        config = self.config or chosen(self.op, *size, a.dtype.name)
+        job = Job(finish, config, self.interpret, self.op, **stored)
+        return product(job, a, factors, sides, vectors)
+
+
+class _Operands(NamedTuple):
+    """a [G, M, K], b [G, K, N], bias [N], residual [G, M, N], scale [N] or [1]."""
+
+    a: Array
+    b: Array
+    bias: Array | None
+    residual: Array | None
+    scale: Array | None
+
+
+class _Options(NamedTuple):
+    activation: str
+    out_dtype: Any
+    launcher: Launcher
+
+
+def _fwd(x: _Operands, options: _Options, keeps: bool) -> tuple[Array, ...]:
+    """Launches the forward kernel."""
+    given = [v for v in (x.scale, x.bias) if v is not None]
+    columns = x.b.shape[-1]
+    vectors = (jnp.broadcast_to(v.astype(jnp.float32), (columns,))[None] for v in given)
+    sides = () if x.residual is None else (x.residual,)
+    finish: Finish = Plain()
+    if given or sides or keeps or options.activation != "linear":
+        has = x.scale is not None, x.bias is not None, x.residual is not None
+        finish = Affine(options.activation, *has, keeps)
+    out_dtype = options.out_dtype
+    return options.launcher(finish, x.a, (x.b,), sides, tuple(vectors), out_dtype=out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _matmul(x: _Operands, options: _Options) -> Array:
+    return _fwd(x, options, False)[0]
+
+
+def _forward(x: _Operands, options: _Options) -> tuple[Array, tuple[_Operands, Array | None]]:
+    if options.activation == "linear":
+        return _matmul(x, options), (x, None)
+    out, z = _fwd(x, options, True)
+    return out, (x, z)
+
+
+def _backward(
+    options: _Options, kept: tuple[_Operands, Array | None], dout: Array
+) -> tuple[_Operands]:
+    x, z = kept
+    wide, launcher = dout.astype(jnp.float32), options.launcher
+    dz = wide
+    if z is not None:
+        dz = wide * ACTIVATIONS[options.activation].slope(z.astype(jnp.float32))
+    scaled = dz if x.scale is None else dz * x.scale.astype(jnp.float32)
+    (da,) = launcher(Plain(), scaled.astype(x.a.dtype), (x.b,), transpose_b=True)
+    # Of p two results are made: in float32 each is rounded once.
+    p_dtype = None if x.scale is None else jnp.float32
+    rounded = dz.astype(x.a.dtype)
+    (db,) = launcher(Plain(), x.a, (rounded,), transpose_a=True, out_dtype=p_dtype)
+    dscale = None
+    if x.scale is not None:
+        dscale = (x.b.astype(jnp.float32) * db).sum((0, 1) if x.scale.size > 1 else (0, 1, 2))
+        dscale = dscale.reshape(x.scale.shape).astype(x.scale.dtype)
+        db = (db * x.scale.astype(jnp.float32)).astype(x.b.dtype)
+    dbias = None if x.bias is None else dz.sum((0, 1)).astype(x.bias.dtype)
+    dresidual = None if x.residual is None else dout.astype(x.residual.dtype)
+    return (_Operands(da, db, dbias, dresidual, dscale),)
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def matmul_pallas(
+    a: Array,
+    b: Array,
+    bias: Array | None,
+    residual: Array | None,
+    scale: Array | None,
+    *,
+    activation: str,
+    out_dtype: Any,
+    config: Config | None = None,
+) -> Array:
+    """Runs the kernels on a checked call that they support."""
+    lead, (rows, terms), columns = a.shape[:-2], a.shape[-2:], b.shape[-1]
+    if b.ndim == 2:  # one product of all rows
+        a3, b3 = a.reshape(1, -1, terms), b[None]
+    else:
+        a3, b3 = a.reshape(-1, rows, terms), b.reshape(-1, terms, columns)
+    groups = a3.shape[0]
+    side = None if residual is None else residual.reshape(groups, -1, columns)
+    target = dispatch.current_target().interpret
+    options = _Options(activation, out_dtype, Launcher("matmul", target, config))
+    out = _matmul(_Operands(a3, b3, bias, side, scale), options)
+    return out.reshape(*lead, rows, columns)
