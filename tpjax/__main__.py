@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m tpjax explain module:function ...`, `ops` and `rules`."""
+"""The command line: `python -m tpjax explain module:function ...`, `ops`, `bench` and `rules`."""
 
 import argparse
 import difflib
@@ -21,6 +21,8 @@ examples:
       arguments that are no plain arrays, as example_args() returns them; chosen as on a GPU
   python -m tpjax ops
       the operators that have kernels, and where each kernel runs
+  python -m tpjax bench rms_norm --json found.json --picture roofline.png
+      times its kernels beside XLA's and the reference, on this device
   python -m tpjax rules
       the rewrites, and what each promises of the numbers
 """
@@ -31,7 +33,13 @@ differ from evaluating the original equations one by one, and where the rule is 
 instead runs the rules that are not exact, on this machine and on random data, beside the programs
 that they replace, and prints the errors of both against float64 (a minute on a CPU).
 """
-_COMMANDS = ("explain", "ops", "rules")
+_BENCH = """\
+Times operators on this device: our kernels, XLA's form and the float32 reference, compiled first,
+then run in turn, group by group. Prints the median of each and an interval that holds it with 95 %,
+its rates beside what this device was measured to reach, its distance from the reference, and where
+the time that a kernel saves came from: traffic, launches, arithmetic. docs/bench.md says more.
+"""
+_COMMANDS = ("explain", "ops", "bench", "rules")
 
 _EXPLAIN = """\
 Traces a function, without running it, and shows what tpjax.compile does with it: which lines became
@@ -57,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tpjax",
-        description="Explains what tpjax does with a function; lists its operators and rules.",
+        description="Explains what tpjax does with a function; lists and times what it has.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     ops = commands.add_parser("ops", help="list the operators and where their kernels run")
     ops.add_argument("--json", action="store_true", help="print the table as JSON")
     ops.set_defaults(run=_ops)
+    _add_bench(commands)
     rules = commands.add_parser(
         "rules", help="list the rewrites and their numeric contracts", description=_RULES
     )
@@ -86,6 +95,32 @@ def _parser() -> argparse.ArgumentParser:
     rules.add_argument("--measure", action="store_true", help="measure errors against float64")
     rules.set_defaults(run=_rules)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench", help="time operators beside XLA's form, on this device", description=_BENCH
+    )
+    bench.add_argument("op", nargs="*", help="operators to time; all where none is named")
+    bench.add_argument(
+        "--samples",
+        metavar="WORDS",
+        help="production, small, all, or text that a sample holds, such as bf16[16384; if absent, "
+        "production shapes on a GPU and small ones elsewhere",
+    )
+    bench.add_argument("--groups", metavar="N", type=int, help="groups of calls a program is timed")
+    bench.add_argument("--json", metavar="FILE", help="write all that was found as JSON")
+    bench.add_argument("--picture", metavar="FILE", help="draw the roofline: .png, .svg or .pdf")
+    tuning = bench.add_mutually_exclusive_group()
+    tuning.add_argument(
+        "--tune",
+        metavar="FOLDER",
+        help="instead time the kernels' configs, for tpjax.cache(FOLDER)",
+    )
+    tuning.add_argument(
+        "--record", action="store_true", help="the same, into the library's own tuned.json"
+    )
+    bench.set_defaults(run=_bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"tpjax: {error}", file=sys.stderr)
         return 2
-    except _TraceError as error:
+    except (_TraceError, _FaultsError) as error:
         print(f"tpjax: {error}", file=sys.stderr)
         return 1
     return 0
@@ -115,6 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _TraceError(Exception):
     """The user's function cannot be traced with these arguments."""
+
+
+class _FaultsError(Exception):
+    """A form of an operator failed, or computed something else."""
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -229,6 +268,17 @@ def _ops(options: argparse.Namespace) -> None:
     from tpjax.pallas.support import support_rows
 
     _print([_row(row) for row in support_rows()], options.json)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from tpjax.pallas.bench.command import run_command
+
+    try:
+        faults = run_command(options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if faults:
+        raise _FaultsError("bench: " + "; ".join(faults))
 
 
 def _rules(options: argparse.Namespace) -> None:

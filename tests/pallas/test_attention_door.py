@@ -84,6 +84,11 @@ DOOR = [
     (TypeError, "return_max must be True or False", *with_option(return_max="yes")),
     (TypeError, "deterministic must be True or False; got None", *with_option(deterministic=None)),
     (UnsupportedError, "unknown implementation 'cudnn'", *with_option(implementation="cudnn")),
+    (UnsupportedError, "unknown implementation 'xlaa'.* Did you mean 'xla'",
+     (Q[:0], KEY[:0], KEY[:0]), {"implementation": "xlaa"}),
+    (ValueError, r"value must be of query's rank 4, ..B, S, K, V.", (Q, KEY, KEY[0]), {}),
+    (TypeError, "query_seq_lengths must be an integer array or None; got list. Convert it",
+     *with_option(query_seq_lengths=[3, 4])),
 ]  # fmt: skip
 
 
@@ -101,9 +106,16 @@ def test_numbers_must_be_static(name):
         jax.jit(lambda s: flash_attention(Q, KEY, KEY, **{name: s}))(0.5)
 
 
+def test_flags_must_be_static():
+    """A traced flag is refused with a remedy."""
+    with pytest.raises(TypeError, match=r"is_causal must be True or False.* static argument"):
+        jax.jit(lambda x: flash_attention(Q, KEY, KEY, is_causal=x))(True)
+
+
 K64 = inputs("bf16[1,8,2,64]", 0)
 REFUSALS = [
     ("its dtype is float32", (K64.astype(jnp.float32),) * 3, {}),
+    ("its softcap is above 4096", (K64,) * 3, {"softcap": 1e5}),
     ("have 16 features; the kernel takes", (K64[..., :16],) * 3, {}),
     (
         "a bias or mask for a single key",

@@ -134,14 +134,17 @@ def test_hard_cases(name):
         check(HARD[name])
 
 
-def test_garbage_beyond_the_lengths():
-    """NaN in queries, keys and values that lengths cut off reaches nothing, nor does lse's."""
+@pytest.mark.parametrize(
+    ("form", "garbage"), [("pallas", jnp.nan), ("xla", jnp.nan), ("xla", 3e38)]
+)
+def test_garbage_beyond_the_lengths(form, garbage):
+    """What lengths cut off of queries, keys and values reaches nothing, nor does a NaN of lse's."""
     given = call(100, 130, 1, 1, 64, query_seq_lengths=[60], key_value_seq_lengths=[90],
                  alibi_slopes=(1,))  # fmt: skip
 
     def run(arrays, hidden):
         def forward(arrays):
-            out, lse = flash_attention(**given | arrays, return_lse=True, implementation="pallas")
+            out, lse = flash_attention(**given | arrays, return_lse=True, implementation=form)
             return out, lse
 
         (out, lse), vjp = jax.vjp(forward, arrays)
@@ -151,7 +154,7 @@ def test_garbage_beyond_the_lengths():
 
     names = {"query": 60, "key": 90, "value": 90}
     clean = {name: given[name] for name in names}
-    dirty = {name: x.at[:, names[name] :].set(jnp.nan) for name, x in clean.items()}
+    dirty = {name: x.at[:, names[name] :].set(garbage) for name, x in clean.items()}
     clean["alibi_slopes"] = dirty["alibi_slopes"] = given["alibi_slopes"]
     with tpjax.use(interpret=True):
         want, got = jax.jit(run)(clean, 0.0), jax.jit(run)(dirty, jnp.nan)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How attention's tiles are dealt to blocks of threads; several tiles for one in the kernel."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_uneven_tiles_are_dealt_by_their_steps(num_blocks):
     order = blocks.Order(tiles, group, longest_last=False)
     dealt = deal(order, batch * heads, num_blocks)
     bounds = shares(spans, workers, order, heads, dealt.blocks)
-    own = [range(int(a), int(b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    own = [range(int(a), int(b)) for a, b in itertools.pairwise(bounds)]
     assert [i for taken in own for i in taken] == list(range(batch * heads * tiles))
 
     def steps(index):

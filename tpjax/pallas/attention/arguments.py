@@ -8,6 +8,7 @@ features. "1 or" means that the axis may be 1 and then serves all.
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -38,6 +39,23 @@ class Operands(NamedTuple):
     """[1 or B, H] of the scores' dtype, float32 or float64"""
     sinks: Array | None = None
     """[H] of the scores' dtype"""
+
+
+    def cut(self) -> "Operands":
+        """Returns the same with zeros beyond the lengths: there may be anything, NaN too."""
+
+        def inside(x: Array, lengths: Array | None) -> Array:
+            if lengths is None:
+                return x
+            index = jnp.arange(x.shape[1], dtype=jnp.int32)
+            return jnp.where((index < lengths[:, None])[..., None, None], x, 0)
+
+        lengths = self.key_value_seq_lengths
+        return self._replace(
+            query=inside(self.query, self.query_seq_lengths),
+            key=inside(self.key, lengths),
+            value=inside(self.value, lengths),
+        )
 
 
 class Options(NamedTuple):

@@ -12,7 +12,8 @@ from jax import Array
 
 from tpjax.core._jax import is_tracer
 from tpjax.core.attention import ALIGNMENTS, score_dtype
-from tpjax.core.errors import did_you_mean, message
+from tpjax.core.errors import UnsupportedError, did_you_mean, message
+from tpjax.core.operator import Implementation
 
 OP = "flash_attention"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -40,9 +41,9 @@ def check_tensors(query: Any, key: Any, value: Any) -> None:
     if query.ndim < 3:
         raise ValueError(message(OP, "query", "of rank 3 or more, [*B, T, H, D]", query.shape))
     *batch, _, heads, features = query.shape
-    for name, x in (("key", key), ("value", value)):
+    for name, x, last in (("key", key, "D"), ("value", value, "V")):
         if x.ndim != query.ndim:
-            must = f"of query's rank {query.ndim}, [*B, S, K, D]"
+            must = f"of query's rank {query.ndim}, [*B, S, K, {last}]"
             raise ValueError(message(OP, name, must, f"shape {x.shape}"))
         if list(x.shape[:-3]) != batch:
             must = f"of query's leading axes {tuple(batch)}"
@@ -79,7 +80,8 @@ def check_scores_like(name: str, x: Any, scores: tuple[int, ...]) -> None:
 def _integers(name: str, x: Any) -> None:
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
         got = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(message(OP, name, "an integer array or None", got))
+        remedy = "Convert it with jax.numpy.asarray." if isinstance(x, list | tuple | int) else ""
+        raise TypeError(message(OP, name, "an integer array or None", got, remedy))
 
 
 def lengths(name: str, x: Any, batch: tuple[int, ...], most: int) -> Array | None:
@@ -188,7 +190,8 @@ def softcap(x: Any) -> float | None:
 def flag(name: str, x: Any) -> bool:
     """Returns a flag as a bool."""
     if not isinstance(x, bool | np.bool_):
-        raise TypeError(message(OP, name, "True or False", repr(x)))
+        remedy = "It chooses the program: make it a static argument." if is_tracer(x) else ""
+        raise TypeError(message(OP, name, "True or False", repr(x), remedy))
     return bool(x)
 
 
@@ -227,3 +230,11 @@ def one_batch_axis(x: Any, batch: tuple[int, ...]) -> Array | None:
     if math.prod(lead) == 1:
         return x.reshape(1, *rest)
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
+
+
+def implementation(x: Any, implementations: tuple[Implementation, ...]) -> None:
+    """Checks the name of an implementation, for calls that none of them has to run."""
+    names = tuple(i.name for i in implementations)
+    if x is not None and x not in names:
+        remedy = did_you_mean(str(x), names)
+        raise UnsupportedError(f"{OP}: unknown implementation {x!r}. {remedy}")

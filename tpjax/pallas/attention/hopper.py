@@ -29,6 +29,8 @@ FEATURES = (32, 256)
 """The least and the most features of a head."""
 MAX_SIZE = 2**31 - 1
 """Elements of an operand: kernels count in 32 bits."""
+MAX_SOFTCAP = 2**12
+"""A tanh good to 22 bits gives scores to 10 then, as good as the weights."""
 OUT_NAME, LSE_NAME = "flash_attention_out", "flash_attention_lse"
 """Names under which a rematerialisation policy can keep what the backward pass needs."""
 
@@ -55,14 +57,27 @@ def unsupported(key: Key) -> str | None:
     for name, x in (("queries", query), ("values", value)):
         if not least <= x.shape[-1] <= most:
             return f"its {name} have {x.shape[-1]} features; the kernel takes {least} to {most}"
-    for name in ("query", "key", "value", "bias", "mask"):
-        if key.given(name) and math.prod(key.aval(name).shape) > MAX_SIZE:
+    for name, size in _sizes(key).items():
+        if size > MAX_SIZE:
             return f"its {name} has more than {MAX_SIZE} elements; the kernel counts in 32 bits"
+    if (softcap := key.option("softcap")) is not None and softcap > MAX_SOFTCAP:
+        return f"its softcap is above {MAX_SOFTCAP}, for which the kernel's tanh has too few digits"
     if key.aval("key").shape[1] == 1 and (key.given("bias") or key.given("mask")):
         return "it has a bias or mask for a single key, which the kernel does not take"
     if key.option("is_causal") and causal_is_miscompiled():
         return "it is causal, and CUDA before 12.9.1 miscompiles that; a newer CUDA mends it"
     return None
+
+
+def _sizes(key: Key) -> dict[str, int]:
+    """Returns how many elements the kernels count in each array, out and padding too."""
+    query, value = key.aval("query"), key.aval("value")
+    wide, value_wide = widths(query.shape[-1], value.shape[-1])
+    features = {"query": wide, "key": wide, "value": value_wide}
+    sizes = {n: math.prod(key.aval(n).shape[:-1]) * wide for n, wide in features.items()}
+    given = (name for name in ("bias", "mask") if key.given(name))
+    sizes |= {name: math.prod(key.aval(name).shape) for name in given}
+    return sizes | {"output": math.prod(query.shape[:-1]) * value_wide}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -96,7 +111,7 @@ def attend_hopper(*operands: Array | None, **options: Any) -> Array | tuple[Arra
 
     The call is one that `unsupported` lets pass.
     """
-    given, asked = Operands(*operands), Options(**options)  # pyright: ignore[reportArgumentType]
+    given, asked = Operands(*operands).cut(), Options(**options)  # pyright: ignore[reportArgumentType]
     region = Region(
         given.query.shape[1],
         given.key.shape[1],
@@ -105,9 +120,8 @@ def attend_hopper(*operands: Array | None, **options: Any) -> Array | tuple[Arra
         asked.alignment == "bottom_right",
     )
     wide, value_wide = widths(given.query.shape[-1], given.value.shape[-1])
-    query = _cut(given.query, given.query_seq_lengths)
-    key, value = (_cut(x, given.key_value_seq_lengths) for x in (given.key, given.value))
-    query, key, value = _widened(query, wide), _widened(key, wide), _widened(value, value_wide)
+    query, key = (_widened(x, wide) for x in (given.query, given.key))
+    value = _widened(given.value, value_wide)
     extras = _extras(given, region)
     # The backward pass is traced later, perhaps outside of `tpjax.use`: the plan keeps the choice.
     interpret = current_target().interpret
@@ -125,14 +139,6 @@ def attend_hopper(*operands: Array | None, **options: Any) -> Array | tuple[Arra
     if top is not None:
         results.append(jax.lax.stop_gradient(top).swapaxes(1, 2))
     return tuple(results) if len(results) > 1 else results[0]
-
-
-def _cut(x: Array, lengths: Array | None) -> Array:
-    """Returns [B, N, ...] with zeros from the lengths on: there may be anything, NaN too."""
-    if lengths is None:
-        return x
-    inside = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
-    return jnp.where(inside[..., None, None], x, 0)
 
 
 def _widened(x: Array, features: int) -> Array:

@@ -32,7 +32,7 @@ def attend_xla(*operands: Array | None, **options: Any) -> Any:
       operands: those of `Operands`, in order; those left out are None.
       options: those of `Options`.
     """
-    given, static = Operands(*operands), Options(**options)  # pyright: ignore[reportArgumentType]
+    given, static = Operands(*operands).cut(), Options(**options)  # pyright: ignore[reportArgumentType]
     batch, num_queries, heads, _ = given.query.shape
     shift = position_shift(
         num_queries,

@@ -128,8 +128,8 @@ def _without_gradient(op: str, operands: dict[str, Any]) -> dict[str, Any]:
     """Returns the operands, of which no derivative can be taken."""
 
     @jax.custom_jvp
-    def same(given: dict[str, Any]) -> dict[str, Any]:
-        return given
+    def same(*arrays: Any) -> tuple[Any, ...]:
+        return arrays
 
     @same.defjvp
     def _(primals: Any, tangents: Any) -> Any:
@@ -138,7 +138,7 @@ def _without_gradient(op: str, operands: dict[str, Any]) -> dict[str, Any]:
             "jax.lax.stop_gradient of every argument, or use the norm without _fp8."
         )
 
-    return same(operands)
+    return dict(zip(operands, same(*operands.values()), strict=True))
 
 
 def _empty(x: Array) -> tuple[Array, Array]:

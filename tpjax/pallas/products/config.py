@@ -16,15 +16,20 @@ CONFIGS = (
     Config(rows=128, columns=128, share_columns=False),
     Config(columns=128, stages=6),
     Config(columns=128, stages=6, cluster=1),
+    Config(columns=64, stages=8, cluster=1),
 )
-"""Worth trying; the last is for products of few tiles."""
+"""Worth trying; the last ones are for products of few tiles."""
 
 
 def heuristic(groups: int, rows: int, columns: int) -> Config:
     """Returns the config for products [rows, columns], `columns` counting those of all sums."""
-    first, last = CONFIGS[0], CONFIGS[-1]
-    tiles = groups * math.ceil(rows / first.block_rows) * math.ceil(columns / first.columns)
-    return first if tiles >= num_sms() else last
+
+    def tiles(config: Config) -> int:
+        across = math.ceil(rows / config.block_rows), math.ceil(columns / config.columns)
+        return groups * math.prod(across)
+
+    large, *_, narrow, last = CONFIGS
+    return next((c for c in (large, narrow) if tiles(c) >= num_sms()), last)
 
 
 def chosen(op: str, groups: int, rows: int, columns: int, terms: int, dtype: str) -> Config:

@@ -12,6 +12,7 @@ results' shape that the finish reads, arrive by TMA in slots of their own, the f
 main loop; results leave through slots by TMA, which drops what lies beyond the end.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,7 +109,8 @@ class Staging(NamedTuple):
     piece: int
     """Columns of a piece."""
     slots: int
-    """For pieces of results, of each worker; divides the pieces of a tile."""
+    """For pieces of results, of each worker; divides their number in a tile, so that each tile
+    begins with the slot that was sent off longest ago."""
     side_slots: int
     """For pieces of each side, of each worker."""
 
@@ -118,18 +120,16 @@ class Staging(NamedTuple):
         return one * (self.slots * out_size + self.side_slots * sum(side_sizes))
 
 
-def staging_for(width: int, out_size: int, side_sizes: Sequence[int]) -> Staging:
-    """Returns the staging for results and sides of so many bytes an element.
-
-    Args:
-      width: columns of each of a tile's sums.
-      out_size: bytes of an element of the results.
-      side_sizes: the same of each side.
-    """
-    widest = max(out_size, *side_sizes, 0)
-    if len(side_sizes) > 1:
-        return Staging(min(width, 64 // widest), 2, 4)
-    return Staging(min(width, 128 // widest), 2, 2 if side_sizes else 0)
+def staging_for(
+    config: Config, finish: Finish, out_size: int, side_sizes: Sequence[int]
+) -> Staging:
+    """Returns the staging for results and sides of so many bytes an element."""
+    width = config.columns // len(finish.factors)
+    row_bytes = 64 if len(side_sizes) > 1 else 128
+    piece = min(width, row_bytes // max(out_size, *side_sizes, 0))
+    pieces = config.rows // ROWS * (width // piece)
+    side_slots = min(pieces, (0, 2, 4)[len(side_sizes)])
+    return Staging(piece, math.gcd(2, pieces * len(finish.results)), side_slots)
 
 
 def stages_for(config: Config, itemsize: int, staging_bytes: int) -> int:
@@ -243,7 +243,7 @@ class _Finishing(NamedTuple):
     def start(self) -> None:
         """Starts copying the first pieces of the sides."""
         if self.smem.sides:
-            for number in range(min(self.kernel.staging.side_slots, len(self._pieces))):
+            for number in range(self.kernel.staging.side_slots):
                 self._bring(number)
 
     def _sides(self, number: int) -> list[Array]:
@@ -325,12 +325,11 @@ def _launch(arrays: _Arrays, job: Job) -> tuple[Array, ...]:
     columns = arrays.factors[0].shape[1 if job.transpose_b else -1]
     rows, columns = _up(rows, TMA_ROWS), _up(columns, TMA_COLUMNS)
     sides = [arrays.sides[panel.array].dtype.itemsize for panel in job.finish.sides]
-    sums = len(job.finish.factors)
-    staging = staging_for(job.config.columns // sums, out_dtype.itemsize, sides)
+    staging = staging_for(job.config, job.finish, out_dtype.itemsize, sides)
     room = staging.bytes(out_dtype.itemsize, sides)
     config = replace(job.config, stages=stages_for(job.config, a.dtype.itemsize, room))
     groups = max(x.shape[0] for x in jax.tree.leaves(arrays))
-    tiles = Tiles(config, groups, rows, columns, pl.cdiv(terms, DEPTH), sums)
+    tiles = Tiles(config, groups, rows, columns, pl.cdiv(terms, DEPTH), len(job.finish.factors))
     kernel = _Kernel(job, tiles, staging)
     end = _up(columns, tiles.width * config.cluster)
     # What is loaded without TMA may not lie beyond an array's end.
