@@ -15,7 +15,7 @@ from the row's `Partitioning` and from the kind of each mesh axis:
 
 A dimension of size 1 that is larger elsewhere is broadcast and stays whole. Letters in one entry of
 `alike` are split alike or not at all. Gradients of operands that stay whole are summed over
-devices.
+devices, and so are results without the dimension that is split: it is one they sum over.
 
 Without a mesh in context there is nothing to follow: arrays placed by `in_shardings` alone are
 gathered by XLA before a kernel.
@@ -61,7 +61,10 @@ def split_over_devices(
         full: list[Any] = [None] * len(operands)
         for i, part in zip(given, parts, strict=True):
             full[i] = part
-        return run(*vary_alike(full))
+        results = run(*vary_alike(full))
+        leaves, tree = jax.tree.flatten(results)
+        pairs = zip(leaves, outs, strict=False)  # a row names optional results too, last
+        return jax.tree.unflatten(tree, [_summed(x, out, splits) for x, out in pairs])
 
     first = names[0]
     assert first is not None, "the first operand is never optional"
@@ -77,6 +80,13 @@ def split_over_devices(
     explicit = {n for n, kind in axes.items() if kind == AxisType.Explicit}
     parts = [_resharded(operands[i], s, explicit) for i, s in zip(given, specs, strict=True)]
     return mapped(*parts)
+
+
+def _summed(x: Any, dims: tuple[str, ...], splits: Splits) -> Any:
+    """Returns a result summed over the devices that split nothing of it, but what it sums over."""
+    over = {axis for split in splits.values() for axis in split}
+    over -= {axis for d in dims for axis in splits.get(d, ())}
+    return jax.lax.psum(x, tuple(sorted(over))) if over else x
 
 
 def dimensions(letters: str, rank: int) -> tuple[str, ...]:
