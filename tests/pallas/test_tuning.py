@@ -5,6 +5,7 @@
 import functools
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,7 +14,10 @@ import jax.numpy as jnp
 import pytest
 
 from tests.harness import run_python
+from tests.pallas import op_checks as checks
 from tpjax.core import store as stores
+from tpjax.core.errors import UnsupportedError
+from tpjax.core.operator import Op, Sample
 from tpjax.core.store import Store
 from tpjax.pallas import OPS, bench, tuning
 from tpjax.pallas.attention.config import CONFIGS
@@ -119,6 +123,14 @@ def test_nothing_but_a_known_config_is_taken(kept, store):
     assert ask() is norms.CONFIGS[0]
 
 
+def asked_by(op: Op, sample: Sample) -> set[Request]:
+    """Returns what the operator's kernels ask for on the sample; nothing if they refuse it."""
+    run, args = checks.with_gradients(op, op.fn, sample), checks.problem(op, sample)
+    with use(implementation="pallas"), tuning.requests() as found, suppress(UnsupportedError):
+        jax.eval_shape(run, *args)
+    return set(found)
+
+
 def test_the_kernels_ask(store):
     """Tuning times every config of every kernel that a sample reaches; kernels take the fastest."""
     times = iter(TIMES * 100)
@@ -127,30 +139,27 @@ def test_the_kernels_ask(store):
         jax.eval_shape(fn, *args)
         return next(times)
 
-    counts = []
+    tuned_ops = set()
     with use(platform="cuda"):
         for op in OPS:
-            quick = [s for s in op.samples if not s.slow]
-            ends = "128]" if op.name == "flash_attention" else "]"  # a width that it has configs of
-            fits = next(s for s in quick if str(s.specs[0]).endswith(ends))
-            one = replace(op, samples=(replace(fits, slow=True),))
-            counts.append(len(list(bench.tune_op(one, store, timer))))
-    assert counts == [len(norms.CONFIGS), len(norms.CONFIGS), len(CONFIGS[128, 128])]
+            for sample in (s for s in op.samples if not s.slow):
+                found = asked_by(op, sample)
+                if found:
+                    one = replace(op, samples=(replace(sample, slow=True),))
+                    lines = list(bench.tune_op(one, store, timer))
+                    assert len(lines) == sum(len(request.configs) for request in found), op.name
+                    tuned_ops.add(op.name)
+                    break
+    assert tuned_ops >= {"rms_norm", "layer_norm", "flash_attention"}
     keys = [path.name.split(".")[0] for path in (store.folder / KIND).iterdir()]
     entries = [json.loads(store.get(KIND, key) or b"") for key in keys]
-    assert {entry["op"] for entry in entries} == {op.name for op in OPS}
-    assert all(entry["ms"] == 3.0 and entry["device"] == KINDS[-1] for entry in entries)
+    assert {entry["op"] for entry in entries} >= tuned_ops
+    assert all(entry["ms"] in TIMES and entry["device"] == KINDS[-1] for entry in entries)
+    assert {entry["ms"] for entry in entries if entry["op"] == "rms_norm"} == {3.0}
     with use(platform="cuda", implementation="pallas"), tuning.requests() as requests:
         jax.make_jaxpr(OPS[0].fn)(jnp.ones((6, 256)), jnp.ones(256))
     (request,) = requests
     assert config_for(*request, None) is norms.CONFIGS[1]
-
-
-def test_the_command_line_says_what_it_needs(capsys):
-    with pytest.raises(SystemExit, match="followed by the folder"):
-        bench.main(["--tune"])
-    with pytest.raises(SystemExit, match="unknown operator 'rms'"):
-        bench.main(["--tune", "x", "rms"])
 
 
 def test_the_interpreter_gets_the_smallest_whatever_was_measured():

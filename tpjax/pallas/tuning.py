@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which config a kernel runs with: measured by the user, measured for `tuned.json`, or guessed.
 
-`python -m tpjax.pallas.bench --tune FOLDER` measures; with `tpjax.cache(FOLDER)` on, kernels read
-what it found, by device kind, operator and shapes. `python -m tpjax.pallas.bench --record` writes
+`python -m tpjax bench --tune FOLDER` measures; with `tpjax.cache(FOLDER)` on, kernels read
+what it found, by device kind, operator and shapes. `python -m tpjax bench --record` writes
 the same into `tuned.json`, which comes with the library. Nothing is measured during a user's call,
 and a config changes speed, never meaning.
 """
