@@ -89,7 +89,7 @@ def _tiles(features: int, itemsizes: Sequence[int], max_per_lane: int) -> Iterat
         exact = features % (tile.chunk * warps) == 0
         whole = all(tile.chunk * size % TMA_BYTES == 0 for size in itemsizes)
         small = 2 * tile.rows * features * sum(itemsizes) <= MAX_SLOTS_BYTES
-        boxed = tile.num_chunks <= MAX_BOX
+        boxed = 2 <= tile.num_chunks <= MAX_BOX
         if exact and whole and small and boxed and tile.per_lane <= max_per_lane:
             yield tile
 

@@ -112,17 +112,22 @@ class Tile:
     def mean(self, x: Array) -> Array:
         """Returns the mean over the features of each row of a tile [r]."""
         rows, chunks, features = self.shape
-        while chunks % (2 * self.warps_per_row) == 0:  # by halves: fewer shuffles than one a chunk
+        while chunks % (2 * self.warps_per_row) == 0 and chunks > 2:  # by halves: fewer shuffles
             half = chunks // 2
             lower = lax.slice(x, (0, 0, 0), (rows, half, features))
             x, chunks = lower + lax.slice(x, (0, half, 0), (rows, chunks, features)), half
-        sums = plgpu.layout_cast(x.sum(2), self.layout.reduce(2))
-        return plgpu.layout_cast(sums.sum(1), self.layout.reduce((1, 2))) / self.features
+        return self._over_features(jnp.sum, x) / self.features
 
     def largest(self, x: Array) -> Array:
         """Returns the largest of the features of each row of a tile [r]."""
-        chunks = plgpu.layout_cast(x.max(2), self.layout.reduce(2))
-        return plgpu.layout_cast(chunks.max(1), self.layout.reduce((1, 2)))
+        return self._over_features(jnp.max, x)
+
+    def _over_features(self, reduce: Callable[..., Array], x: Array) -> Array:
+        # First what stays in a thread; and never along an axis of size 1, which JAX has no layout
+        # for: there are 2 chunks or more.
+        axis = 1 if self.warps_per_row == 1 else 2
+        x = plgpu.layout_cast(reduce(x, axis), self.layout.reduce(axis))
+        return plgpu.layout_cast(reduce(x, 1), self.layout.reduce((1, 2)))
 
     def spread(self, numbers: Array) -> Array:
         """Returns a number for each row [r], spread over its features."""
