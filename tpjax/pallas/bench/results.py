@@ -3,6 +3,7 @@
 """What a run of the benchmark found: times, rates beside the ceilings, and what a fusion gains."""
 
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -169,8 +170,6 @@ class Findings:
 
 def machine() -> dict[str, Any]:
     """Returns the hardware and the versions that a measurement depends on."""
-    from tpjax import __version__
-
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -181,5 +180,5 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
-        "tpjax": __version__,
+        "tpjax": str(getattr(sys.modules.get("tpjax"), "__version__", "")),
     }
