@@ -7,31 +7,48 @@ On a GPU: `python -m pytest -m gpu tests/pallas/test_norm_kernel.py`.
 
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import tpjax
 from tests.harness import assert_close, inputs
+from tpjax.core import norms as core
 from tpjax.core.norms import layer_norm_reference, rms_norm_reference
 from tpjax.core.operator import parse_spec
 from tpjax.pallas import _mgpu, layer_norm, rms_norm
 from tpjax.pallas.norms import config as sizes
-from tpjax.pallas.norms import layer, rms, tiles
+from tpjax.pallas.norms import implementations as ways
+from tpjax.pallas.norms import tiles
 from tpjax.pallas.norms.config import CONFIGS, Config, tile_for
 
 TOL = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 1e-3}
 SMALL = Config(tile_elements=1024, num_slots=2, blocks_per_sm=1)
 """Few rows a tile, so that a few rows are several tiles a block: slots are used again."""
 NORMS = {
-    "rms": (rms.rms_norm_pallas, rms_norm_reference),
-    "layer": (layer.layer_norm_pallas, layer_norm_reference),
+    "rms": (ways.rms_norm_pallas, rms_norm_reference),
+    "layer": (ways.layer_norm_pallas, layer_norm_reference),
+    "add_rms": (ways.add_rms_norm_pallas, core.add_rms_norm_reference),
+    "add_layer": (ways.add_layer_norm_pallas, core.add_layer_norm_reference),
+    "rms_fp8": (ways.rms_norm_fp8_pallas, core.rms_norm_fp8_reference),
+    "layer_fp8": (ways.layer_norm_fp8_pallas, core.layer_norm_fp8_reference),
 }
 
 
+class Case(NamedTuple):
+    """A call of a kernel."""
+
+    norm: str
+    specs: tuple[str | None, ...]
+    num_groups: int = 1
+    scale_offset: float = 0.0
+
+
 def with_gradients(fn):
-    """Returns (dy, *arrays) -> output and gradients."""
+    """Returns (cotangents, *arrays) -> outputs and gradients."""
 
     def run(dy, *arrays):
         out, vjp = jax.vjp(fn, *arrays)
@@ -40,14 +57,32 @@ def with_gradients(fn):
     return run
 
 
-def check(norm, specs, config=SMALL):
-    """Compares the kernels' output and gradients with the float32 reference's."""
-    kernel, reference = NORMS[norm]
-    arrays = [None if s is None else inputs(s, i) for i, s in enumerate(specs)]
-    dy = inputs(specs[0], 9)
-    got = jax.jit(with_gradients(partial(kernel, eps=1e-5, config=config)))(dy, *arrays)
-    want = with_gradients(partial(reference, eps=1e-5))(dy, *arrays)
-    assert_close(f"{norm}_norm {specs}", got, want, TOL[str(dy.dtype)])
+def options_of(case):
+    """Returns the keywords of a case."""
+    groups = {} if case.num_groups == 1 else {"num_groups": case.num_groups}
+    return {"eps": 1e-5, "scale_offset": case.scale_offset, **groups}
+
+
+def check(case, config=SMALL):
+    """Compares the kernels' outputs and gradients with the float32 reference's."""
+    kernel, reference = (partial(fn, **options_of(case)) for fn in NORMS[case.norm])
+    kernel = partial(kernel, config=config)
+    arrays = [None if s is None else inputs(s, i) for i, s in enumerate(case.specs)]
+    if case.norm.endswith("fp8"):
+        got, want = jax.jit(kernel)(*arrays), reference(*arrays)
+    else:
+        out = jax.eval_shape(reference, *arrays)
+        dy = jax.tree.map(lambda x: jnp.asarray(inputs(spec_of(x), 9)), out)
+        got = jax.jit(with_gradients(kernel))(dy, *arrays)
+        want = with_gradients(reference)(dy, *arrays)
+    tol = max(TOL[parse_spec(s)[0].name] for s in case.specs if s is not None and s != "f32[]")
+    assert_close(str(case), got, want, tol)
+
+
+def spec_of(x):
+    """Returns the spec of an array's type."""
+    letters = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[x.dtype.name]
+    return f"{letters}[{','.join(map(str, x.shape))}]"
 
 
 @pytest.fixture
@@ -59,21 +94,52 @@ def two_sms(monkeypatch):
     jax.clear_caches()
 
 
-CASES = [  # with 1024 elements a tile: rows of a tile, tiles, warps a row, vector
-    ("rms", ("bf16[13,512]", "f32[512]")),  # 2 rows, last tile half empty; 4 warps, 4 features
-    ("rms", ("f16[37,192]", "f16[192]")),  # 4 rows, 2 warps side by side, 1 feature a lane
-    ("rms", ("f32[3,1536]", None)),  # a row is larger than a tile should be
-    ("layer", ("bf16[13,256]", "f32[256]", "bf16[256]")),  # 4 rows, 4 tiles on 2 blocks
-    ("layer", ("f32[9,128]", None, "f32[128]")),  # 8 rows, 2 features a lane; bias alone
-    ("layer", ("f32[1,64]", "f32[64]", None)),  # one row of 16
+CASES = [  # with 1024 elements a tile: rows of a tile, tiles, warps and lanes a row, vector
+    Case("rms", ("bf16[13,512]", "f32[512]")),  # 4 rows, last tile a quarter full; 32 lanes
+    Case("rms", ("f16[37,192]", "f16[192]"), scale_offset=1.0),  # 12 rows of 16 lanes
+    Case("rms", ("f32[3,1536]", None)),  # a row is larger than a tile should be; 4 warps
+    Case("layer", ("bf16[19,64]", "f32[64]", "bf16[64]")),  # 16 rows of 8 lanes, 2 tiles
+    Case("layer", ("f32[9,640]", None, "f32[640]"), num_groups=5),  # groups of 128, bias alone
+    Case("layer", ("f32[2,12288]", "f32[12288]", None)),  # segments, read twice
+    Case("add_rms", ("bf16[7,512]", "f32[7,512]", "f32[512]")),  # a wider residual
+    Case("add_layer", ("f32[3,80]", "f32[3,80]", "f32[80]", "f32[80]")),  # of 8 lanes, 2 features
+    Case("rms_fp8", ("bf16[5,256]", "f32[256]", None), scale_offset=1.0),
+    Case("layer_fp8", ("f32[3,128]", "f32[128]", "f32[128]", "f32[]")),
 ]
 
 
-@pytest.mark.parametrize(("norm", "specs"), CASES, ids=str)
-def test_interpreted(norm, specs, two_sms):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_interpreted(case, two_sms):
     """Every layout, tiles that the rows do not fill, slots used again; no data races."""
     with tpjax.use(interpret="races"):
-        check(norm, specs)
+        check(case)
+
+
+def test_added_and_apart_are_the_same():
+    """The norm of a sum is that of the rounded sum, to the bit."""
+    x, residual, scale = (inputs(s, i) for i, s in enumerate(("bf16[9,64]",) * 2 + ("f32[64]",)))
+    options = {"eps": 1e-5, "scale_offset": 0.0}
+    with tpjax.use(interpret=True):
+        normed, h = ways.add_rms_norm_pallas(x, residual, scale, **options)
+        assert_close("h", h, x + residual, 0)
+        assert_close("normed", normed, ways.rms_norm_pallas(h, scale, **options), 0)
+
+
+def test_fp8_edges():
+    """A row of zeros has scale 1; what is too large for a given scale is the largest; NaN stays."""
+    x = jnp.zeros((3, 32)).at[1].set(1.0).at[2, 3].set(jnp.nan)
+    for kernel in (True, False):
+        fn = ways.rms_norm_fp8_pallas if kernel else core.rms_norm_fp8_reference
+        options = {"eps": 1e-6, "scale_offset": 0.0}
+        with tpjax.use(interpret=kernel):
+            values, scales = fn(x, None, None, **options)
+            small, given = fn(x, None, jnp.float32(1e-4), **options)
+        assert scales[0] == 1
+        assert not np.any(np.asarray(values[0], np.float32))
+        assert np.asarray(values[1], np.float32).tolist() == [448.0] * 32
+        assert np.isnan(np.asarray(values[2], np.float32)).all()
+        assert np.asarray(small[1], np.float32).tolist() == [448.0] * 32
+        assert_close("scale", given, jnp.full(3, 1e-4, jnp.float32), 0)
 
 
 @pytest.mark.parametrize("axes", [(None, None), (0, None), (None, 0), (0, 0)], ids=str)
@@ -107,36 +173,43 @@ def test_interpreted_scan_and_outside_of_use():
 
 LOWERED = [
     (norm, features, ("bf16", "f32", "f16")[i % 3], CONFIGS[i % len(CONFIGS)])
-    for norm in NORMS
-    for i, features in enumerate((64, 128, 768, 2880, 4096, 8192))
+    for j, norm in enumerate(NORMS)
+    for i, features in enumerate((64, 128, 768, 2880, 4096, 8192, 1000, 65536))
+    if i < 2 * (j < 2) or i % len(NORMS) == j  # each width once, the narrow ones for each norm
 ]
 
 
 @pytest.mark.parametrize(("norm", "features", "dtype", "config"), LOWERED, ids=str)
 def test_lowers_for_cuda(norm, features, dtype, config):
     """Every config passes the checks of layouts, shared memory and copies, at many sizes."""
-    kernel, _ = NORMS[norm]
+    kernel = partial(NORMS[norm][0], eps=1e-5, scale_offset=0.0, config=config)
     dtype, shape = parse_spec(f"{dtype}[1001,{features}]")
     x, scale = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((features,), jnp.float32)
-    vectors = (scale,) * (1 if norm == "rms" else 2)
-    run = with_gradients(partial(kernel, eps=1e-5, config=config))
+    operands = (x,) * (1 + norm.startswith("add")) + (scale,) * (1 + ("layer" in norm))
+    if norm.endswith("fp8"):
+        kernel, name = lambda *arrays, kernel=kernel: kernel(*arrays, None), f"{norm[:-4]}_norm_fp8"
+    else:
+        cotangents = jax.eval_shape(NORMS[norm][1], *operands)
+        operands, name = (cotangents, *operands), f"{norm}_norm_backward"
+        kernel = with_gradients(kernel)
     with tpjax.use(platform="cuda"):
-        lowered = jax.jit(run).trace(x, x, *vectors).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count(f"{norm}_norm_backward") > 0
+        lowered = jax.jit(kernel).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count(name) > 0
 
 
 def test_tiles():
-    """A tile deals its elements out exactly, and two of two arrays fit in shared memory."""
-    limits = (rms.MAX_PER_THREAD, layer.MAX_PER_THREAD)
-    for features, itemsize, limit, config in product(range(64, 16385, 64), (2, 4), limits, CONFIGS):
-        tile = tile_for(features, itemsize, limit, config)
-        if tile is None or features * itemsize > sizes.MAX_ROW_BYTES:
+    """A tile deals its elements out exactly, and two of its buffers fit in shared memory."""
+    limits, buffers = (sizes.MAX_PER_LANE, sizes.MAX_PER_LANE_CENTRED), ((2, 2), (4, 2, 4), (2, 1))
+    widths = (*range(16, 400, 8), *range(448, 16385, 64))
+    for features, itemsizes, limit, config in product(widths, buffers, limits, CONFIGS):
+        tile = tile_for(features, itemsizes, limit, config)
+        if tile is None:
             continue
         assert tile.num_chunks * tile.chunk == features
         assert tile.num_chunks % tile.warps_per_row == 0
-        assert tile.rows % (tiles.WARPS // tile.warps_per_row) == 0
-        assert max(tile.shape) <= sizes.MAX_CHUNKS
-        slot_bytes = 2 * tile.rows * features * itemsize
+        assert tile.rows % tile.rows_at_once == 0
+        assert max(tile.shape) <= sizes.MAX_BOX
+        slot_bytes = sum(itemsizes) * tile.rows * features
         slots, blocks = sizes.occupancy(tile, 1, 10**6, slot_bytes, config)
         assert slots >= 2
         assert blocks >= 1
@@ -144,12 +217,22 @@ def test_tiles():
 
 
 def test_usual_sizes_have_a_tile():
-    """Widths of common models and heads are supported in every dtype."""
-    usual = (64, 128, 256, 512, 768, 1024, 2048, 2560, 2880, 3072, 4096, 5120, 6144, 7168, 8192)
-    for features, itemsize in product(usual, (2, 4)):
-        assert tile_for(features, itemsize, layer.MAX_PER_THREAD, CONFIGS[0])
-    for features in (*usual, 11008, 12288, 14336, 16384):
-        assert tile_for(features, 2, rms.MAX_PER_THREAD, CONFIGS[0])
+    """Widths of common models and heads are supported in every dtype, whole or in segments."""
+    heads = (64, 72, 80, 96, 112, 128, 192, 256)
+    usual = (*heads, 512, 768, 1024, 1600, 2048, 2560, 2880, 3072, 4096)
+    wide = (5120, 6144, 7168, 8192, 11008, 12288, 14336, 16384, 18432, 28672, 32768, 65536)
+    for features, size in product((*usual, *wide), (2, 4)):
+        for centred, buffers in product((False, True), ((size,) * 2, (size,) * 3)):
+            tile = tile_for(features, buffers, sizes.per_lane_of(centred), CONFIGS[0])
+            assert tile or (features in wide and sizes.segments(features, buffers))
+
+
+def test_short_rows_take_few_lanes():
+    """A head is summed up in 3 shuffles, 4 rows at once in a warp."""
+    for features in (64, 96, 128):
+        tile = tile_for(features, (2, 2), sizes.MAX_PER_LANE, CONFIGS[0])
+        assert tile
+        assert (tile.warps_per_row, tile.lanes_per_row, tile.vector) == (1, 8, 4)
 
 
 def test_planted_fault_slot_reused_too_early(two_sms, monkeypatch, capsys):
@@ -163,7 +246,7 @@ def test_planted_fault_slot_reused_too_early(two_sms, monkeypatch, capsys):
     found = ""
     with tpjax.use(interpret="races"):
         try:
-            check("rms", ("f32[40,512]", None))
+            check(Case("rms", ("f32[40,512]", None)))
         except Exception as error:
             found = str(error)
     assert "RACE DETECTED" in found + capsys.readouterr().out
@@ -176,15 +259,15 @@ def test_planted_fault_sum_of_rows(two_sms, monkeypatch):
         tiles.Tile, "store_sum", lambda tile, ref, block, x: real(tile, ref, block, x * 1.001)
     )
     with tpjax.use(interpret=True), pytest.raises(AssertionError, match=r"\[2\]"):
-        check("rms", ("f32[8,256]", "f32[256]"))
+        check(Case("rms", ("f32[8,256]", "f32[256]")))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("norm", "specs"), CASES, ids=str)
-def test_gpu(norm, specs):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gpu(case):
     """The cases of the interpreter, on a GPU, with every config."""
     for config in (SMALL, *CONFIGS):
-        check(norm, specs, config)
+        check(case, config)
 
 
 GPU_SIZES = [
@@ -192,8 +275,10 @@ GPU_SIZES = [
     for norm in NORMS
     for rows, features in (
         (1001, 64), (4099, 128), (1000, 768), (777, 2880), (333, 5120), (1031, 8192), (7, 4096),
+        (1, 16), (3, 1000), (63, 2056), (131, 65536),
     )
     for dtype in ("bf16", "f32")
+    if not (norm.endswith("fp8") and features > 5120)
 ]  # fmt: skip
 
 
@@ -201,8 +286,9 @@ GPU_SIZES = [
 @pytest.mark.parametrize(("norm", "rows", "features", "dtype"), GPU_SIZES, ids=str)
 def test_gpu_sizes(norm, rows, features, dtype):
     """Odd numbers of rows, every kind of layout, on a GPU."""
-    vectors = (f"f32[{features}]",) * (1 if norm == "rms" else 2)
-    check(norm, (f"{dtype}[{rows},{features}]", *vectors), CONFIGS[0])
+    x = (f"{dtype}[{rows},{features}]",) * (1 + norm.startswith("add"))
+    vectors = (f"f32[{features}]",) * (1 + ("layer" in norm))
+    check(Case(norm, (*x, *vectors, *[None] * norm.endswith("fp8"))), CONFIGS[0])
 
 
 @pytest.mark.gpu

@@ -131,6 +131,12 @@ class _Block(NamedTuple):
     copy: Any
     group: Any
     share: Share
+    zero: Any
+    """0; where there are several copies or groups, one that the compiler does not see."""
+
+    def rows(self, ref: Any) -> Rows:
+        """Returns the rows of an array [V, R, G, N, C] that are for this copy and group."""
+        return Rows(ref, self.copy, self.group, self.zero)
 
     def of(self, ref: Any) -> Any:
         """Returns the part of an array [V or 1, G or 1, ...] that is for this copy and group."""
@@ -138,24 +144,25 @@ class _Block(NamedTuple):
         return ref.at[self.copy if copies > 1 else 0, self.group if groups > 1 else 0]
 
 
-def _block(groups: int, blocks: int) -> _Block:
+def _block(copies: int, groups: int, blocks: int) -> _Block:
     """Returns the work of this block: neighbours take the groups of the same rows."""
-    index = lax.axis_index("block")
-    group, index = lax.rem(index, groups), lax.div(index, groups)
-    return _Block(lax.div(index, blocks), group, Share(lax.rem(index, blocks), blocks))
+    block = lax.axis_index("block")
+    group, index = lax.rem(block, groups), lax.div(block, groups)
+    zero = 0 if copies == groups == 1 else lax.div(block, copies * groups * blocks)
+    return _Block(lax.div(index, blocks), group, Share(lax.rem(index, blocks), blocks), zero)
 
 
-def _body(job: Sweep, groups: int, blocks: int, num_numbers: int, refs: Sequence[Any]) -> None:
+def _body(job: Sweep, block: _Block, num_numbers: int, refs: Sequence[Any]) -> None:
     """Runs the kernel of one block."""
-    tile, taken, block = job.tile, iter(refs), _block(groups, blocks)
+    tile, taken = job.tile, iter(refs)
 
     def take(count: int) -> list[Any]:
         return [next(taken) for _ in range(count)]
 
-    sources = [Rows(ref, block.copy, block.group) for ref in take(job.num_arrays)]
+    sources = [block.rows(ref) for ref in take(job.num_arrays)]
     vectors = [tile.load_vector(block.of(ref)) for ref in take(job.num_vectors)]
     numbers = [block.of(ref) for ref in take(num_numbers)]
-    results = [Rows(ref, block.copy, block.group) for ref in take(len(job.results))]
+    results = [block.rows(ref) for ref in take(len(job.results))]
     new_numbers = [block.of(ref) for ref in take(job.num_numbers)]
     parts = [block.of(ref) for ref in take(job.num_sums)]
     slots = take(job.num_arrays + len(job.more_buffers))
@@ -166,7 +173,7 @@ def _body(job: Sweep, groups: int, blocks: int, num_numbers: int, refs: Sequence
         given = [tile.load_rows(ref.at[window]) for ref in numbers]
         made, sums = job.step(vectors, given, buffers, sums)
         for ref, x in zip(new_numbers, made, strict=True):
-            ref[window] = x
+            tile.store_rows(ref.at[window], x)
         return sums
 
     start = [tile.zeros() for _ in parts]
@@ -189,7 +196,7 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
     num_slots, blocks = occupancy(tile, copies * groups, rows, slot_bytes, job.config)
 
     def body(*refs: Any) -> None:
-        _body(job, groups, blocks, len(numbers), refs)
+        _body(job, _block(copies, groups, blocks), len(numbers), refs)
 
     views = [tile.view(x) for x in (*arrays, *vectors)]
     out = [jax.ShapeDtypeStruct(views[0].shape, dtypes[slot]) for slot in job.results]

@@ -105,6 +105,13 @@ class Tile:
         """Returns a number for each row [r] in device memory."""
         return plgpu.load(ref, layout=self.layout.reduce((1, 2)), optimized=False)
 
+    def store_rows(self, ref: Any, numbers: Array) -> None:
+        """Puts a number for each row [r] into device memory."""
+        if hasattr(plgpu, "store"):  # JAX 0.12: a plain store must fill sectors of 32 bytes there
+            plgpu.store(ref, numbers, optimized=False)
+        else:
+            ref[...] = numbers
+
     def zeros(self) -> Array:
         """Returns a tile of zeros."""
         return plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
@@ -157,10 +164,14 @@ class Rows(NamedTuple):
     array: Any
     copy: Any
     group: Any
+    chunk: Any
+    """The first chunk, 0. Where that is not to be seen in the code, buffers are not swizzled: they
+    would be tiled for it, and with V or G have more dimensions than the 5 that TMA knows."""
 
     def window(self, first: Any, rows: int) -> Any:
         """Returns `rows` rows [rows, N, C]."""
-        return self.array.at[self.copy, pl.ds(first, rows), self.group]
+        chunks = pl.ds(self.chunk, self.array.shape[-2])
+        return self.array.at[self.copy, pl.ds(first, rows), self.group, chunks]
 
 
 def stream(
