@@ -1,0 +1,168 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""One pass on Hopper: loss and gradient of a block of tokens, three products and nothing between.
+
+The kernel writes weights w = exp(x - shift) in 16 bits, shift a guess of lse, and sums them. With
+a and b of `terms`, and f = a exp(shift - lse), the gradient of the logits is
+
+    dx = diag(f) (w - (b / f) at the label)
+
+so what is a token's own goes to the other operand or to the result, and the weights are multiplied
+as they are, but for one of each token:
+
+    dhidden = diag(f) (w' head)          dhead = w'^T (diag(f) hidden)
+
+The guess is the largest of a few logits. While it is within 2^80 of the sum, weights are finite and
+none that matters is zero; else the block is done again with lse itself. With smoothed labels, -e
+everywhere is a product of vectors.
+
+Numerics: w' and f h are rounded to 16 bits, sums are float32.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from tpjax.pallas.losses import terms
+from tpjax.pallas.losses.chunked import in_blocks
+from tpjax.pallas.losses.logit_kernel import LOG2E
+from tpjax.pallas.losses.setup import Setup
+
+SAMPLE = 256
+"""Columns whose logits guess lse."""
+MOST_LOG2 = 80.0
+"""How far the guess may be off, in units of log2."""
+MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 28, 1 << 30
+"""Of a block's weights: fewer are not cut, more are not held; between, tokens are cut in two."""
+
+
+def block_size(tokens: int, columns: int) -> int:
+    """Returns how many tokens make a block."""
+    weights = 2 * tokens * columns
+    most = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, weights // 2))
+    count = -(-weights // most)
+    return min(tokens, -(-tokens // (count * 128)) * 128)
+
+
+def _guess(setup: Setup, hidden: Array, head: Array) -> Array:
+    """Returns a number near each token's lse, in units of log2."""
+    axis = setup.options.vocab_axis
+    stride = -(-head.shape[axis] // SAMPLE)
+    some = lax.slice_in_dim(head, 0, head.shape[axis], stride, axis)
+    return terms.logits(hidden, some, setup.options).max(1) * LOG2E
+
+
+def _weights(setup: Setup, hidden: Array, head: Array, labels: Array) -> tuple[Any, Array, Array]:
+    """Returns sums over tiles, weights [R, V], and their shift, in units of log2."""
+
+    def attempt(shift: Array) -> Any:
+        sums, weights = setup.run("weights", hidden, head, labels, shift)
+        return sums, weights, shift
+
+    def is_off(state: Any) -> Array:
+        tried, (sums, _, _) = state
+        distance = jnp.abs(jnp.log2(sums.total.sum(0)))
+        return ~jnp.all(distance < MOST_LOG2) & (tried < 1)  # once: NaN stays NaN
+
+    def again(state: Any) -> Any:
+        sums = setup.run("sums", hidden, head, labels)
+        top = sums.top.max(0)
+        lse = top + jnp.log2((sums.total * jnp.exp2(sums.top - top)).sum(0))
+        return state[0] + 1, attempt(lse)
+
+    first = attempt(_guess(setup, hidden, head))
+    return lax.while_loop(is_off, again, (jnp.int32(0), first))[1]
+
+
+def _block(
+    setup: Setup, head: Array, columns_sum: Array | None, dhead: Any, block: Any
+) -> tuple[Any, Any]:
+    """Returns the head's gradient with a block's share, and dhidden, lse and loss of its tokens."""
+    hidden, labels, weights = block
+    if dhead is not None:  # one block's weights in memory at a time
+        hidden, dhead = lax.optimization_barrier((hidden, dhead))
+    options = setup.options
+    labels = labels - terms.first_column(head, options)
+    sums, written, shift = _weights(setup, hidden, head, labels)
+    lse, loss = setup.joined((shift + jnp.log2(sums.total.sum(0))) / LOG2E, sums, head)
+    softmax, label, every = terms.factors(
+        weights, lse, None, terms.vocab_size(head, options), options
+    )
+    # Where z-loss makes a zero by chance, a tiny number divides as well.
+    softmax = jnp.where((softmax == 0) & (label != 0), 1e-6 * label, softmax)
+    factor = softmax * jnp.exp2(shift - lse * LOG2E)
+    at_label = _at_label(setup, sums.label.sum(0), shift, label, factor)
+    rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+    written = written.at[rows, jnp.where(labels < 0, written.shape[1], labels)].set(
+        at_label.astype(written.dtype),
+        mode="drop",
+        unique_indices=True,
+        indices_are_sorted=True,
+    )
+    scaled = (factor[:, None] * hidden.astype(factor.dtype)).astype(hidden.dtype)
+    dh = factor[:, None] * terms.dhidden(written, head, options)
+    ours = terms.dhead(written, scaled, options)
+    if columns_sum is not None:
+        dh -= every[:, None] * columns_sum
+        rank_one = (every[:, None] * hidden.astype(every.dtype)).sum(0)
+        ours -= rank_one[:, None] if options.vocab_axis else rank_one
+    dhead = ours if dhead is None else dhead + ours
+    dhead, dh = lax.optimization_barrier((dhead, dh.astype(hidden.dtype)))
+    return dhead, (dh, lse, loss)
+
+
+def _at_label(setup: Setup, logit: Array, shift: Array, label: Array, factor: Array) -> Array:
+    """Returns what the weight at each token's label becomes."""
+    ratio = jnp.where(label == 0, 0, label / factor)
+    value = jnp.exp2(logit * LOG2E - shift) - ratio
+    if setup.options.softcap is not None:
+        value *= 1 - jnp.square(logit / setup.options.softcap)
+    return value
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def one_pass(
+    setup: Setup, hidden: Array, head: Array, labels: Array, weights: Array
+) -> tuple[Array, Array, Array]:
+    """Returns the weighted sum of losses, which alone has gradients, then lse and losses [R]."""
+    lse, loss = setup.evaluate(hidden, head.astype(hidden.dtype), labels)
+    return terms.weighted(loss, weights).sum(), lse, loss
+
+
+def _forward(
+    setup: Setup, hidden: Array, head: Array, labels: Array, weights: Array
+) -> tuple[Any, Any]:
+    size = block_size(hidden.shape[0], head.shape[setup.options.vocab_axis])
+
+    @jax.custom_batching.sequential_vmap
+    def run(hidden: Array, head: Array, labels: Array, weights: Array) -> Any:
+        columns_sum = None
+        if setup.options.label_smoothing:
+            columns_sum = head.astype(weights.dtype).sum(setup.options.vocab_axis)
+        narrow = head.astype(hidden.dtype)
+        step = partial(_block, setup, narrow, columns_sum)
+        dhead, rows = in_blocks(step, (hidden, labels, weights), size)
+        # Where nothing was added up, float32 would keep no more.
+        return dhead.astype(head.dtype) if size >= hidden.shape[0] else dhead, rows
+
+    dhead, (dh, lse, loss) = run(hidden, head, labels, weights)
+    like = jnp.zeros(0, head.dtype)
+    return (terms.weighted(loss, weights).sum(), lse, loss), (dh, dhead, loss, labels, like)
+
+
+def _backward(setup: Setup, kept: Any, cotangents: Any) -> Any:
+    dh, dhead, loss, labels, like = kept
+    dtotal = cotangents[0]  # what else was returned has no gradient
+    by = terms.whole(dtotal, setup.options)
+
+    def scaled(x: Array, dtype: Any) -> Array:
+        return (x.astype(by.dtype) * by).astype(dtype)
+
+    dweights = dtotal * loss
+    return scaled(dh, dh.dtype), scaled(dhead, like.dtype), terms.no_gradient(labels), dweights
+
+
+one_pass.defvjp(_forward, _backward)
