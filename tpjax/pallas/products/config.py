@@ -7,6 +7,7 @@ import math
 from tpjax.core.operator import Key
 from tpjax.pallas._mgpu import num_sms
 from tpjax.pallas.products.mainloop import Config
+from tpjax.pallas.products.product import TMA_COLUMNS
 from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16")
@@ -21,21 +22,29 @@ CONFIGS = (
 """Worth trying; the last ones are for products of few tiles."""
 
 
-def heuristic(groups: int, rows: int, columns: int) -> Config:
+def worth_trying(sums: int) -> tuple[Config, ...]:
+    """Returns the configs in which each of so many sums has whole tiles of shared memory."""
+    return tuple(c for c in CONFIGS if c.columns // sums >= TMA_COLUMNS)
+
+
+def heuristic(groups: int, rows: int, columns: int, sums: int) -> Config:
     """Returns the config for products [rows, columns], `columns` counting those of all sums."""
 
     def tiles(config: Config) -> int:
         across = math.ceil(rows / config.block_rows), math.ceil(columns / config.columns)
         return groups * math.prod(across)
 
-    large, *_, narrow, last = CONFIGS
-    return next((c for c in (large, narrow) if tiles(c) >= num_sms()), last)
+    *larger, last = (c for c in worth_trying(sums) if c.cluster == 1 or c == CONFIGS[0])
+    return next((c for c in larger if tiles(c) >= num_sms()), last)
 
 
-def chosen(op: str, groups: int, rows: int, columns: int, terms: int, dtype: str) -> Config:
+def chosen(
+    op: str, groups: int, rows: int, columns: int, terms: int, sums: int, dtype: str
+) -> Config:
     """Returns the config of a launch: the measured one, or the heuristic's."""
-    shapes = groups, rows, columns, terms, dtype
-    return config_for(op, shapes, CONFIGS, heuristic(groups, rows, columns))
+    shapes = groups, rows, columns, terms, sums, dtype
+    otherwise = heuristic(groups, rows, columns, sums)
+    return config_for(op, shapes, worth_trying(sums), otherwise)
 
 
 def unsupported(key: Key) -> str | None:

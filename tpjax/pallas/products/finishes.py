@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tpjax.core.products import activations
-from tpjax.pallas.products.product import Finish, Panel
+from tpjax.pallas.products.kernel import Finish, Panel
 
 _DECAY = 0.3275911
 _TERMS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)

@@ -30,8 +30,8 @@ from jax import Array
 from tpjax.core.products import ACTIVATIONS
 from tpjax.pallas import dispatch
 from tpjax.pallas.products.finishes import Gated, GatedPull, Plain
+from tpjax.pallas.products.mainloop import Config
 from tpjax.pallas.products.plain import Launcher
-from tpjax.pallas.products.product import Config
 
 
 class _Operands(NamedTuple):
@@ -138,8 +138,8 @@ def _call(
     activation: str,
     config: Config | None,
 ) -> Array:
-    one = [None if v is None else v[None] for v in (w, w_up, w_down)]
-    operands = _Operands(x.reshape(1, -1, x.shape[-1]), *one)
+    up, down = (None if v is None else v[None] for v in (w_up, w_down))
+    operands = _Operands(x.reshape(1, -1, x.shape[-1]), w[None], up, down)
     target = dispatch.current_target().interpret
     out = _gated(operands, _Options(activation, Launcher(op, target, config)))
     return out.reshape(*x.shape[:-1], out.shape[-1])

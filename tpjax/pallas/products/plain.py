@@ -23,7 +23,9 @@ from tpjax.core.products import ACTIVATIONS
 from tpjax.pallas import dispatch
 from tpjax.pallas.products.config import chosen
 from tpjax.pallas.products.finishes import Affine, Plain
-from tpjax.pallas.products.product import Config, Finish, Job, product
+from tpjax.pallas.products.kernel import Finish, Job
+from tpjax.pallas.products.mainloop import Config
+from tpjax.pallas.products.product import product
 
 
 class Launcher(NamedTuple):
@@ -45,8 +47,9 @@ class Launcher(NamedTuple):
     ) -> tuple[Array, ...]:
         """Runs `product`; `stored` are options of `Job`."""
         rows, terms = a.shape[:0:-1] if stored.get("transpose_a") else a.shape[1:]
-        columns = factors[0].shape[1 if stored.get("transpose_b") else -1] * len(finish.factors)
-        size = a.shape[0], rows, columns, terms
+        sums = len(finish.factors)
+        columns = factors[0].shape[1 if stored.get("transpose_b") else -1] * sums
+        size = a.shape[0], rows, columns, terms, sums
         config = self.config or chosen(self.op, *size, a.dtype.name)
         job = Job(finish, config, self.interpret, self.op, **stored)
         return product(job, a, factors, sides, vectors)

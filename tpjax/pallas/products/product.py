@@ -1,324 +1,39 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of all matrix products here: one main loop, and a `Finish` of each tile's sums.
+"""One launch of the kernel of matrix products: arrays of any size, and groups of them under vmap.
 
-    results = finish(a b0, a b1, ..., sides, vectors)
-
-Arrays are [G, M, K] and the like: G products, or 1 where all share it. An array [G, rows, 2,
-columns] has two halves, each of which is used as one [G, rows, columns] (`Panel`): no copies.
-
-A worker finishes its sums piece by piece: 64 rows by `Staging.piece` columns. Sides, arrays of the
-results' shape that the finish reads, arrive by TMA in slots of their own, the first ones during the
-main loop; results leave through slots by TMA, which drops what lies beyond the end.
+TMA and the tiles of shared memory want the last axis of an array in multiples of 64 and the one of
+rows in multiples of 8. An array that is not so is copied with zeros around it, and results are cut.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from tpjax.core.operator import Interpret
-from tpjax.pallas._mgpu import pl, plgpu, row_tile
-from tpjax.pallas.attention.ring import Ring
-from tpjax.pallas.products.mainloop import (
-    DEPTH,
-    ROWS,
-    WORKERS,
-    Config,
-    Copy,
-    Tile,
-    Tiles,
-    accumulate,
-    feed,
-    launch,
-    ring_types,
+from tpjax.pallas._mgpu import pl
+from tpjax.pallas.products.kernel import (
+    Arrays,
+    Job,
+    Kernel,
+    Shared,
+    scratch,
+    stages_for,
+    staging_for,
 )
+from tpjax.pallas.products.mainloop import DEPTH, Tiles, launch
 
-SMEM_BYTES = (227 << 10) - 2048
-"""Shared memory of a block, less barriers and what the system takes."""
 TMA_ROWS, TMA_COLUMNS = 8, 64
 """Arrays come in multiples of these: tiles in which shared memory is laid out."""
 
 
-class Panel(NamedTuple):
-    """An array [G, rows, columns], or half of one [G, rows, 2, columns]."""
-
-    array: int
-    """Its place in the list."""
-    half: int | None = None
-
-    def at(self, refs: Sequence[Any], batch: Array, rows: Any, columns: Any) -> Any:
-        """Returns the reference to a part of it."""
-        ref = refs[self.array]
-        group = batch if ref.shape[0] > 1 else 0
-        if self.half is None:
-            return ref.at[group, rows, columns]
-        return ref.at[group, rows, self.half, columns]
-
-
-class Finish:
-    """What becomes of a tile's sums; subclasses are frozen dataclasses."""
-
-    @property
-    def factors(self) -> tuple[Panel, ...]:
-        """The right operands: one sum each."""
-        return (Panel(0),)
-
-    @property
-    def sides(self) -> tuple[Panel, ...]:
-        """What else is read, as large as the results."""
-        return ()
-
-    @property
-    def results(self) -> tuple[Panel, ...]:
-        """What is written."""
-        return (Panel(0),)
-
-    def __call__(
-        self, sums: Sequence[Array], sides: Sequence[Array], vectors: Sequence[Array]
-    ) -> Sequence[Array]:
-        """Returns a piece of each result, all float32, as is what it gets."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Job:
-    """One kind of launch."""
-
-    finish: Finish
-    config: Config
-    interpret: Interpret
-    name: str
-    """Of the kernel, in profiles."""
-    out_dtype: Any = None
-    """Of the results; None: of the operands."""
-    transpose_a: bool = False
-    """Whether the left operand is stored [K, M]."""
-    transpose_b: bool = False
-    """Whether right operands are stored [N, K]."""
-
-
-class Staging(NamedTuple):
-    """How pieces of results and sides go through shared memory."""
-
-    piece: int
-    """Columns of a piece."""
-    slots: int
-    """For pieces of results, of each worker; divides their number in a tile, so that each tile
-    begins with the slot that was sent off longest ago."""
-    side_slots: int
-    """For pieces of each side, of each worker."""
-
-    def bytes(self, out_size: int, side_sizes: Sequence[int]) -> int:
-        """Returns the shared memory that the slots take, given bytes of an element."""
-        one = WORKERS * ROWS * self.piece
-        return one * (self.slots * out_size + self.side_slots * sum(side_sizes))
-
-
-def staging_for(
-    config: Config, finish: Finish, out_size: int, side_sizes: Sequence[int]
-) -> Staging:
-    """Returns the staging for results and sides of so many bytes an element."""
-    width = config.columns // len(finish.factors)
-    row_bytes = 64 if len(side_sizes) > 1 else 128
-    piece = min(width, row_bytes // max(out_size, *side_sizes, 0))
-    pieces = config.rows // ROWS * (width // piece)
-    side_slots = min(pieces, (0, 2, 4)[len(side_sizes)])
-    return Staging(piece, math.gcd(2, pieces * len(finish.results)), side_slots)
-
-
-def stages_for(config: Config, itemsize: int, staging_bytes: int) -> int:
-    """Returns how many of the config's stages there is room for."""
-    step = (config.block_rows + config.columns) * DEPTH * itemsize
-    return min(config.stages, (SMEM_BYTES - staging_bytes) // step)
-
-
-class _Arrays(NamedTuple):
-    """The operands, or references to them."""
-
-    a: Any
-    factors: tuple[Any, ...]
-    sides: tuple[Any, ...]
-    vectors: tuple[Any, ...]
-
-
-class _Shared(NamedTuple):
-    """Shared memory and barriers of a block."""
-
-    ring: Ring
-    """Of the left operand's rows of both workers, then the columns of each factor."""
-    out: Any
-    sides: tuple[Any, ...]
-    side_ready: Any
-
-
-class _Kernel(NamedTuple):
-    """Static facts of a launch, and what its warpgroups do."""
-
-    job: Job
-    tiles: Tiles
-    staging: Staging
-
-    def load(self, arrays: _Arrays, results: Sequence[Any], smem: _Shared) -> None:
-        """Brings the operands of every tile."""
-        del results
-        job, tiles = self.job, self.tiles
-        shares_columns = tiles.config.share_columns
-
-        def copies(tile: Tile, term: Array, slot: Array) -> list[Copy]:
-            terms = pl.ds(term, DEPTH)
-            rows = pl.ds(tile.row, tiles.config.block_rows)
-            columns = pl.ds(tile.column, tiles.width)
-            left, *right = smem.ring.buffers
-            place = (terms, rows) if job.transpose_a else (rows, terms)
-            source = Panel(0).at([arrays.a], tile.batch, *place)
-            found = [Copy(source, left.at[slot], not shares_columns)]
-            for factor, buffer in zip(job.finish.factors, right, strict=True):
-                place = (columns, terms) if job.transpose_b else (terms, columns)
-                source = factor.at(arrays.factors, tile.batch, *place)
-                found.append(Copy(source, buffer.at[slot], shares_columns))
-            return found
-
-        feed(tiles, smem.ring, copies)
-
-    def work(self, arrays: _Arrays, results: Sequence[Any], smem: _Shared) -> None:
-        """Multiplies and finishes one worker's rows of every tile."""
-        job, tiles = self.job, self.tiles
-        worker, rows = lax.axis_index("worker"), tiles.config.rows
-        own = pl.ds(worker * rows, rows)
-
-        def operands(slot: Array) -> list[tuple[Any, Any]]:
-            left, *right = smem.ring.buffers
-            a = left.at[slot, :, own].transpose((1, 0)) if job.transpose_a else left.at[slot, own]
-            bs = (buffer.at[slot] for buffer in right)
-            return [(a, b.transpose((1, 0)) if job.transpose_b else b) for b in bs]
-
-        def one(tile: Tile, passed: Array) -> None:
-            finishing = _Finishing(self, arrays, results, smem, tile, worker)
-            finishing.start()
-            finishing.run(accumulate(tiles, smem.ring, passed, operands))
-
-        tiles.each(one)
-        plgpu.wait_smem_to_gmem(0)
-
-
-class _Finishing(NamedTuple):
-    """The end of one worker's part of a tile."""
-
-    kernel: _Kernel
-    arrays: _Arrays
-    results: Sequence[Any]
-    smem: _Shared
-    tile: Tile
-    worker: Any
-
-    @property
-    def _pieces(self) -> list[tuple[int, int]]:
-        """First row and column of each piece, within the worker's part."""
-        tiles, piece = self.kernel.tiles, self.kernel.staging.piece
-        starts = range(0, tiles.config.rows, ROWS)
-        return [(r, c) for r in starts for c in range(0, tiles.width, piece)]
-
-    def _place(self, number: int) -> tuple[Any, Any]:
-        """Returns the rows and columns of a piece in an array."""
-        row, column = self._pieces[number]
-        first = self.tile.row + self.worker * self.kernel.tiles.config.rows + row
-        return pl.ds(first, ROWS), pl.ds(self.tile.column + column, self.kernel.staging.piece)
-
-    def _bring(self, number: int) -> None:
-        """Starts copying a piece of every side."""
-        slots = self.kernel.staging.side_slots
-        slot, rows_columns = number % slots, self._place(number)
-        ready = self.smem.side_ready.at[self.worker * slots + slot]
-        panels = self.kernel.job.finish.sides
-        for panel, buffer in zip(panels, self.smem.sides, strict=True):
-            source = panel.at(self.arrays.sides, self.tile.batch, *rows_columns)
-            plgpu.copy_gmem_to_smem(source, buffer.at[self.worker, slot], ready)
-
-    def start(self) -> None:
-        """Starts copying the first pieces of the sides."""
-        if self.smem.sides:
-            for number in range(self.kernel.staging.side_slots):
-                self._bring(number)
-
-    def _sides(self, number: int) -> list[Array]:
-        """Waits for a piece of every side; returns them."""
-        if not self.smem.sides:
-            return []
-        slots = self.kernel.staging.side_slots
-        slot = number % slots
-        plgpu.barrier_wait(self.smem.side_ready.at[self.worker * slots + slot])
-        refs = (buffer.at[self.worker, slot] for buffer in self.smem.sides)
-        loads = (plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False) for ref in refs)
-        return [x.astype(jnp.float32) for x in loads]
-
-    def _vectors(self, number: int) -> list[Array]:
-        """Returns a piece of every vector, spread over its rows."""
-        columns, found = self._place(number)[1], []
-        layout = plgpu.Layout.WGMMA.reduce(0)
-        for ref in self.arrays.vectors:
-            at = ref.at[self.tile.batch if ref.shape[0] > 1 else 0, columns]
-            x = plgpu.load(at, layout=layout, optimized=False)
-            found.append(lax.broadcast_in_dim(x, (ROWS, x.shape[0]), [1]))
-        return found
-
-    def run(self, sums: Sequence[Array]) -> None:
-        """Finishes the sums and sends the results off."""
-        staging, finish = self.kernel.staging, self.kernel.job.finish
-        sent = 0
-        for number, (row, column) in enumerate(self._pieces):
-            parts = [x[row : row + ROWS, column : column + staging.piece] for x in sums]
-            outs = finish(parts, self._sides(number), self._vectors(number))
-            for panel, out in zip(finish.results, outs, strict=True):
-                slot = self.smem.out.at[self.worker, sent % staging.slots]
-                plgpu.wait_smem_to_gmem(staging.slots - 1, wait_read_only=True)
-                slot[...] = out.astype(slot.dtype)
-                plgpu.commit_smem()  # also: all have read the sides
-                target = panel.at(self.results, self.tile.batch, *self._place(number))
-                plgpu.copy_smem_to_gmem(slot, target)
-                sent += 1
-            if self.smem.sides and number + staging.side_slots < len(self._pieces):
-                self._bring(number + staging.side_slots)
-
-
-def _slots(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the type of buffers whose pieces are as wide as their swizzle."""
-    transforms = (
-        plgpu.TilingTransform((8, shape[-1])),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(shape[-1] * jnp.dtype(dtype).itemsize),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _scratch(kernel: _Kernel, arrays: _Arrays, out_dtype: Any) -> _Shared:
-    """Returns the types of a block's shared memory."""
-    job, tiles, staging = kernel.job, kernel.tiles, kernel.staging
-    height, dtype = tiles.config.block_rows, arrays.a.dtype
-    left = (DEPTH, height) if job.transpose_a else (height, DEPTH)
-    right = (tiles.width, DEPTH) if job.transpose_b else (DEPTH, tiles.width)
-    shapes = [left, *[right] * tiles.sums]
-    buffers = [row_tile((tiles.config.stages, *shape), dtype) for shape in shapes]
-    piece = (ROWS, staging.piece)
-    sides = job.finish.sides
-    dtypes = [arrays.sides[panel.array].dtype for panel in sides]
-    return _Shared(
-        ring_types(tiles.config, buffers, len(buffers)),
-        _slots((WORKERS, staging.slots, *piece), out_dtype),
-        tuple(_slots((WORKERS, staging.side_slots, *piece), d) for d in dtypes),
-        plgpu.Barrier(num_arrivals=len(sides), num_barriers=WORKERS * staging.side_slots)
-        if sides
-        else None,
-    )
-
-
 # One jit for equal calls: the layers of a model lower and assemble the kernel once.
 @partial(jax.jit, static_argnames="job")
-def _launch(arrays: _Arrays, job: Job) -> tuple[Array, ...]:
+def _launch(arrays: Arrays, job: Job) -> tuple[Array, ...]:
     """Runs the kernel on padded arrays; results are as long as those."""
     a, out_dtype = arrays.a, jnp.dtype(job.out_dtype or arrays.a.dtype)
     rows, terms = a.shape[:0:-1] if job.transpose_a else a.shape[1:]
@@ -330,7 +45,7 @@ def _launch(arrays: _Arrays, job: Job) -> tuple[Array, ...]:
     config = replace(job.config, stages=stages_for(job.config, a.dtype.itemsize, room))
     groups = max(x.shape[0] for x in jax.tree.leaves(arrays))
     tiles = Tiles(config, groups, rows, columns, pl.cdiv(terms, DEPTH), len(job.finish.factors))
-    kernel = _Kernel(job, tiles, staging)
+    kernel = Kernel(job, tiles, staging)
     end = _up(columns, tiles.width * config.cluster)
     # What is loaded without TMA may not lie beyond an array's end.
     vectors = tuple(jnp.pad(v, ((0, 0), (0, end - v.shape[1]))) for v in arrays.vectors)
@@ -338,7 +53,7 @@ def _launch(arrays: _Arrays, job: Job) -> tuple[Array, ...]:
     halves = {panel.array: panel.half for panel in job.finish.results}
     shapes = [(groups, rows, *(() if h is None else (2,)), columns) for h in halves.values()]
 
-    def split(refs: Sequence[Any]) -> tuple[_Arrays, Sequence[Any], _Shared]:
+    def split(refs: Sequence[Any]) -> tuple[Arrays, Sequence[Any], Shared]:
         return refs[0], refs[1:-1], refs[-1]
 
     run = launch(
@@ -346,7 +61,7 @@ def _launch(arrays: _Arrays, job: Job) -> tuple[Array, ...]:
         lambda *refs: kernel.work(*split(refs)),
         lambda *refs: kernel.load(*split(refs)),
         out_type=[jax.ShapeDtypeStruct(shape, out_dtype) for shape in shapes],
-        scratch_types=[_scratch(kernel, arrays, out_dtype)],
+        scratch_types=[scratch(kernel, arrays, out_dtype)],
         interpret=job.interpret,
         name=job.name,
     )
@@ -386,7 +101,7 @@ def product(
     Returns:
       Arrays [G, M, N] or [G, M, 2, N].
     """
-    arrays = _Arrays(a, tuple(factors), tuple(sides), tuple(vectors))
+    arrays = Arrays(a, tuple(factors), tuple(sides), tuple(vectors))
     leaves, tree = jax.tree.flatten(arrays)
     return _grouped(job, tree)(*leaves)
 
@@ -396,10 +111,10 @@ def _grouped(job: Job, tree: Any) -> Callable[..., tuple[Array, ...]]:
 
     @jax.custom_batching.custom_vmap
     def run(*leaves: Array) -> tuple[Array, ...]:
-        arrays: _Arrays = jax.tree.unflatten(tree, leaves)
+        arrays: Arrays = jax.tree.unflatten(tree, leaves)
         rows = arrays.a.shape[-1 if job.transpose_a else 1]
         columns = arrays.factors[0].shape[1 if job.transpose_b else -1]
-        padded = _Arrays(
+        padded = Arrays(
             _padded(arrays.a),
             tuple(_padded(x) for x in arrays.factors),
             tuple(_padded(x) for x in arrays.sides),
