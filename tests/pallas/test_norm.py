@@ -12,7 +12,14 @@ import pytest
 import tpjax
 from tests.harness import assert_close, inputs
 from tpjax.core.norms import layer_norm_reference, rms_norm_reference
-from tpjax.pallas import layer_norm, rms_norm
+from tpjax.pallas import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_fp8,
+    rms_norm,
+    rms_norm_fp8,
+)
 
 EPS = 1e-3
 
@@ -46,6 +53,70 @@ def test_reference_against_numpy(centred):
     assert_close("norm", [out, *vjp(dy)], want, 3e-6)
 
 
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_groups_and_offset_against_numpy(norm):
+    """Each group is a row of its own; the offset is part of the scale."""
+    x, scale, dy = inputs("f32[2,5,36]", 0), inputs("f32[36]", 1), inputs("f32[2,5,36]", 3)
+    wants = []
+    for i in range(0, 36, 12):
+        at = slice(i, i + 12)
+        operands = (x[..., at], scale[at] + 1, jnp.zeros(12), dy[..., at])
+        wants.append(float64_norm(*operands, centred=norm is layer_norm)[:3])
+    want = [np.concatenate(w, -1).astype(np.float32) for w in zip(*wants, strict=True)]
+    out, vjp = jax.vjp(lambda *a: norm(*a, eps=EPS, scale_offset=1.0, num_groups=3), x, scale)
+    assert_close("groups", [out, *vjp(dy)], want, 1e-6)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_added_against_apart(norm):
+    """Both results and all gradients are those of the sum and of the norm of it."""
+    fused = add_rms_norm if norm is rms_norm else add_layer_norm
+    x, residual, scale = inputs("bf16[5,16]", 0), inputs("f32[5,16]", 1), inputs("f32[16]", 2)
+    cotangents = inputs("bf16[5,16]", 3), inputs("f32[5,16]", 4)
+
+    def apart(x, residual, scale):
+        h = x + residual
+        return norm(h, scale).astype(x.dtype), h
+
+    got, back = jax.vjp(fused, x, residual, scale)
+    with jax.numpy_dtype_promotion("standard"):
+        want, plain_back = jax.vjp(apart, x, residual, scale)
+    assert_close("results", got, want, 0)
+    # A bfloat16 cotangent is rounded by neither.
+    assert_close("gradients", back(cotangents), plain_back(cotangents), 1e-6)
+
+
+@pytest.mark.parametrize("norm", [rms_norm_fp8, layer_norm_fp8])
+def test_fp8(norm):
+    """Dequantised it is the norm, to the 3 bits of a mantissa; each row's largest is 448."""
+    x, scale = inputs("f32[9,64]", 0), inputs("f32[64]", 1)
+    plain = (rms_norm if norm is rms_norm_fp8 else layer_norm)(x, scale)
+    values, scales = norm(x, scale)
+    assert values.dtype == jnp.float8_e4m3fn
+    assert np.abs(values.astype(jnp.float32)).max(-1).tolist() == [448.0] * 9
+    largest = jnp.abs(plain).max(-1)
+    assert_close("scales", scales, largest / 448, 1e-6)
+    values, given = norm(x, scale, quant_scale=jnp.float32(0.01))
+    want = jnp.clip(plain * 100, -448, 448)
+    # Half a unit in the last of 3 bits: at most 1 in 16, 1 in 28 over evenly spread values.
+    assert_close("values", values.astype(jnp.float32), want, 0.036)
+    assert_close("given", given, jnp.full(9, 0.01, jnp.float32), 0)
+
+
+def test_fp8_has_no_gradient():
+    """It is refused, not zero, in either mode; of constants no one asks."""
+    x, scale = inputs("f32[3,8]", 0), inputs("f32[8]", 1)
+    for derivative in (jax.grad, jax.jacfwd):
+        with pytest.raises(TypeError, match="rms_norm_fp8: x must not be differentiated"):
+            derivative(lambda x: rms_norm_fp8(x, scale)[0].astype(jnp.float32).sum())(x)
+
+    def loss(x):
+        values, scales = rms_norm_fp8(jax.lax.stop_gradient(x), scale)
+        return (x * values.astype(jnp.float32) * scales[:, None]).sum()
+
+    assert_close("dx", jax.jit(jax.grad(loss))(x), jax.grad(loss)(x), 1e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
 def test_rounded_once(norm, dtype):
@@ -60,7 +131,10 @@ def test_edges(norm):
     """Rows of zeros, of one feature, empty arrays, NaN that stays in its row."""
     assert not np.any(np.asarray(norm(jnp.zeros((2, 8)))))
     assert norm(jnp.ones((3, 1))).shape == (3, 1)
+    fused = add_rms_norm if norm is rms_norm else add_layer_norm
     for shape in ((0, 8), (2, 0), (0,)):
+        assert [r.shape for r in fused(jnp.zeros(shape), jnp.zeros(shape))] == [shape] * 2
+        assert [r.shape for r in rms_norm_fp8(jnp.zeros(shape))] == [shape, shape[:-1]]
         out, vjp = jax.vjp(norm, jnp.zeros(shape), jnp.ones(shape[-1]))
         assert out.shape == shape
         assert vjp(out)[1].shape == shape[-1:]
@@ -135,6 +209,15 @@ DOOR = [
     ),
     (lambda: rms_norm(X, eps=True), TypeError, "eps must be a number"),
     (lambda: jax.jit(lambda e: rms_norm(X, eps=e))(1e-6), TypeError, "known when tracing"),
+    (lambda: rms_norm(X, jnp.ones(8), scale_offset=np.inf), ValueError, "scale_offset must be fin"),
+    (lambda: rms_norm(X, scale_offset=1.0), ValueError, r"scale_offset must be 0.0 without a sc"),
+    (lambda: rms_norm(X, num_groups=3), ValueError, "num_groups must be a positive divisor .*8"),
+    (lambda: layer_norm(X, num_groups=0), ValueError, "num_groups must be a positive divisor"),
+    (lambda: layer_norm(X, num_groups=any_kind(2.0)), TypeError, "num_groups must be an integer"),
+    (lambda: add_rms_norm(X, X[:1]), ValueError, r"residual must be of x's shape \(2, 8\)"),
+    (lambda: add_layer_norm(X, any_kind(1.0)), TypeError, "residual must be an array; got float"),
+    (lambda: add_layer_norm(X, X, None, jnp.ones(2)), ValueError, "add_layer_norm: bias must be"),
+    (lambda: rms_norm_fp8(X, quant_scale=jnp.ones(2)), ValueError, "quant_scale must be one numb"),
     (lambda: layer_norm(X, None, jnp.ones(9)), ValueError, r"layer_norm: bias must .*\(9,\)"),
     (lambda: layer_norm(X, jnp.ones(8, jnp.int8)), TypeError, "layer_norm: scale must be of dtype"),
 ]
@@ -152,9 +235,9 @@ def test_kernel_refuses_with_the_reason():
     from tests.pallas.test_dispatch import chosen
 
     cases = [
-        (96, jnp.float32, "multiple of 64; it has 96"),
-        (16384, jnp.float32, "at most 8192 features; it has 16384"),
-        (16320, jnp.bfloat16, "rows of 16320 bfloat16 do not fit the registers"),
+        (37, jnp.float32, "x must be a multiple of 8 features; it has 37"),
+        (65544, jnp.bfloat16, "at most 65536 features; it has 65544"),
+        (8 * 4099, jnp.bfloat16, "fit no warpgroup, and have no equal segments of 512 to 4096"),
     ]
     for features, dtype, reason in cases:
         x = jax.ShapeDtypeStruct((2, features), dtype)

@@ -107,10 +107,7 @@ class Tile:
 
     def store_rows(self, ref: Any, numbers: Array) -> None:
         """Puts a number for each row [r] into device memory."""
-        if hasattr(plgpu, "store"):  # JAX 0.12: a plain store must fill sectors of 32 bytes there
-            plgpu.store(ref, numbers, optimized=False)
-        else:
-            ref[...] = numbers
+        _store(ref, numbers)
 
     def zeros(self) -> Array:
         """Returns a tile of zeros."""
@@ -143,12 +140,20 @@ class Tile:
     def store_sum(self, ref: Any, block: Array, x: Array) -> None:
         """Puts the sum of a tile over its rows into row `block` of [blocks, N, C]."""
         if self.rows == 1:
-            ref[pl.ds(block, 1)] = x
+            _store(ref.at[pl.ds(block, 1)], x)
         else:
-            ref[block] = plgpu.layout_cast(x.sum(0), self.layout.reduce(0))
+            _store(ref.at[block], plgpu.layout_cast(x.sum(0), self.layout.reduce(0)))
 
     def _spread(self, x: Array, axes: tuple[int, ...]) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
+
+
+def _store(ref: Any, x: Array) -> None:
+    """Stores into device memory, in whatever pieces the layout gives."""
+    if hasattr(plgpu, "store"):  # JAX 0.12, where another store must fill whole cache lines
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 class Share(NamedTuple):
