@@ -5,9 +5,9 @@
     angle[t, i]      = position[t] frequency[i]
     (x1, x2)         -> a (x1 cos - x2 sin, x2 cos + x1 sin)         for pair i of every head
 
-Letters: B batch (any leading axes), T tokens, H heads, D features of a head, F pairs that turn. Pair
-i is features (i, i + F), or neighbours (2i, 2i + 1) where interleaved; of D features the first 2F
-turn, the others stay (partial rotary). `a` is the amplitude, which only YaRN has other than 1.
+Letters: B batch (any leading axes), T tokens, H heads, D features of a head, F pairs that turn.
+Pair i is features (i, i + F), or neighbours (2i, 2i + 1) where interleaved; of D features the first
+2F turn, the others stay (partial rotary). `a` is the amplitude, which only YaRN has other than 1.
 
 Numerics: angles, sines, norms and products are float32 (float64 where x is float64), the result is
 rounded once. A frequency has no gradient.

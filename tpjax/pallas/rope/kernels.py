@@ -28,16 +28,18 @@ import numpy as np
 from jax import Array, lax
 
 from tpjax.core.operator import Interpret, Key
-from tpjax.core.rotary import joined, pairs_of, rotary_tables
+from tpjax.core.rotary import rotary_tables
 from tpjax.pallas import dispatch
 from tpjax.pallas.rope.launch import Sweep, sweep
-from tpjax.pallas.rope.tiles import CONFIGS, Config, Tile, tile_for
+from tpjax.pallas.rope.tiles import CONFIGS, Config, Head, Tile, tile_for
 from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_FEATURES = 256
 QUANTUM = 16
 """Features and pairs come in multiples: of a vector, and of what TMA aligns to."""
+MAX_CUTS = 8
+"""Copies that a tile of one array takes."""
 
 
 class Plan(NamedTuple):
@@ -52,7 +54,7 @@ class Plan(NamedTuple):
 
 
 def unsupported(key: Key) -> str | None:
-    """Returns why the kernels cannot run the call, in words that follow "no kernel for this call:"."""
+    """Returns why the kernels cannot run the call, or None."""
     x, num_pairs = key.aval("x"), key.aval("frequencies").shape[0]
     name, features = x.dtype.name, x.shape[-1]
     if name not in DTYPES:
@@ -64,63 +66,67 @@ def unsupported(key: Key) -> str | None:
         return f"heads must have a multiple of {QUANTUM} features up to {MAX_FEATURES}; {features}"
     if num_pairs % QUANTUM:
         return f"pairs that turn must be a multiple of {QUANTUM}; there are {num_pairs}"
+    head = Head(features, num_pairs, key.option("interleaved"))
+    if head.num_cuts > MAX_CUTS:
+        return f"the {features} features of a head would be {head.num_cuts} cuts of {head.width}"
     if key.option("interleaved") and x.dtype.itemsize != 2:
         return f"interleaved features must be of 16 bits, two of them one word; x is {name}"
     return None
 
 
-def _turned(parts: Sequence[Array], cos: Array, sin: Array) -> list[Array]:
-    """Returns the parts, the first two turned."""
-    first, second, *rest = parts
-    return [first * cos - second * sin, second * cos + first * sin, *rest]
+def _turned(
+    tile: Tile, parts: Sequence[Array], angles: Sequence[tuple[Array, Array]], back: bool
+) -> list[Array]:
+    """Returns the parts, pairs turned, or turned back."""
+    turned = list(parts)
+    for (i, j), (cos, sin) in zip(tile.head.pairs, angles, strict=True):
+        first, second = parts[i], parts[j]
+        if back:
+            turned[i], turned[j] = first * cos + second * sin, second * cos - first * sin
+        else:
+            turned[i], turned[j] = first * cos - second * sin, second * cos + first * sin
+    return turned
 
 
-def _turn(dtype: Any, back: bool, tile: Tile, spread: Any, buffers: Any, angles: Any, sums: Any):
+def _turn(dtype: Any, back: bool, tile: Tile, spread: Any, cuts: Any, angles: Any, sums: Any):
     """Turns the pairs of a tile where they are; what does not turn stays as it is."""
     del spread
-    (slot,) = buffers
-    first, second, *_ = tile.load(slot, dtype)
-    cos, sin = tile.load_angles(angles)
-    tile.store(slot, _turned((first, second), cos, -sin if back else sin), dtype)
+    count = len(tile.head.pairs) * (1 if tile.head.interleaved else 2)
+    turning = cuts[0][:count]
+    parts = _turned(tile, tile.load(turning, dtype), tile.load_angles(angles), back)
+    tile.store(turning, parts, dtype)
     return sums
 
 
 def _rstd(tile: Tile, x: Sequence[Array], eps: float) -> Array:
-    return lax.rsqrt(tile.mean([jnp.square(part) for part in x]) + eps)
+    return lax.rsqrt(tile.mean([part * part for part in x]) + eps)
 
 
-def _norm_turn(
-    eps: float, dtype: Any, tile: Tile, scales: Any, buffers: Any, angles: Any, sums: Any
-):
+def _norm_turn(eps: float, dtype: Any, tile: Tile, scales: Any, cuts: Any, angles: Any, sums: Any):
     """Turns the x in a tile into y."""
-    (slot,) = buffers
-    x = tile.load(slot, dtype)
+    x = tile.load(cuts[0], dtype)
     rstd = _rstd(tile, x, eps)
-    normed = [part * tile.spread(rstd, part.shape[2], (0, 1)) for part in x]
+    normed = [part * rstd for part in x]
     if scales:
         normed = [part * scale for part, scale in zip(normed, scales, strict=True)]
-    tile.store(slot, _turned(normed, *tile.load_angles(angles)), dtype)
+    tile.store(cuts[0], _turned(tile, normed, tile.load_angles(angles), False), dtype)
     return sums
 
 
 def _norm_turn_back(
-    eps: float, dtype: Any, tile: Tile, scales: Any, buffers: Any, angles: Any, sums: Any
+    eps: float, dtype: Any, tile: Tile, scales: Any, cuts: Any, angles: Any, sums: Any
 ):
     """Turns the dy in a tile into dx, and adds its share of dscale."""
-    x, dy = (tile.load(slot, dtype) for slot in buffers)
-    cos, sin = tile.load_angles(angles)
-    g = _turned(dy, cos, -sin)
+    x, dy = (tile.load(each, dtype) for each in cuts)
+    g = _turned(tile, dy, tile.load_angles(angles), True)
     rstd = _rstd(tile, x, eps)
-    rstds = [tile.spread(rstd, part.shape[2], (0, 1)) for part in x]
     if sums:
-        terms = (tile.folded(a * b * c) for a, b, c in zip(g, x, rstds, strict=True))
+        terms = (tile.folded(a * b * rstd) for a, b in zip(g, x, strict=True))
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
     if scales:
         g = [part * scale for part, scale in zip(g, scales, strict=True)]
     pull = tile.mean([a * b for a, b in zip(g, x, strict=True)]) * rstd * rstd
-    pulls = (tile.spread(pull, part.shape[2], (0, 1)) for part in x)
-    dx = [r * (a - b * p) for r, a, b, p in zip(rstds, g, x, pulls, strict=True)]
-    tile.store(buffers[-1], dx, dtype)
+    tile.store(cuts[1], [rstd * (a - b * pull) for a, b in zip(g, x, strict=True)], dtype)
     return sums
 
 
@@ -130,29 +136,22 @@ def _run(
     """Launches one pass on arrays [B, T, H, D]; returns the result and dscale of a backward one."""
     _, tokens, heads, features = arrays[0].shape
     dtype = arrays[0].dtype
-    size = tokens, heads, features, plan.num_pairs, plan.interleaved
-    tile = tile_for(*size, plan.config)
-    step, name = partial(_turn, dtype, back, tile), "rotary_embedding"
-    if plan.eps is not None:
+    head = Head(features, plan.num_pairs, plan.interleaved)
+    tile = tile_for(head, tokens, heads, plan.config)
+    if plan.eps is None:
+        step, name = partial(_turn, dtype, back, tile), "rotary_embedding"
+    else:
         kernel = _norm_turn_back if back else _norm_turn
         step, name = partial(kernel, plan.eps, dtype, tile), "rms_norm_rope"
-    vectors: list[Array] = []
-    if scale_D is not None:
-        first, second, rest = pairs_of(scale_D, plan.num_pairs, plan.interleaved)
-        rests = [rest[0::2], rest[1::2]] if plan.interleaved else [rest]
-        vectors = [v for v in (first, second, *rests) if v.shape[0]]
     name += "_backward" if back else ""
-    with_sums = back and bool(vectors)
+    with_sums = back and scale_D is not None
     job = Sweep(step, tile, plan.config, len(arrays), with_sums, plan.interpret, name)
     words = [_words(x) if plan.interleaved else x for x in arrays]
-    result, sums = sweep(job, words, angles, vectors)
+    scales = None if scale_D is None else head.to_parts(scale_D)
+    result, sums = sweep(job, words, angles, scales)
     if plan.interleaved:
         result = lax.bitcast_convert_type(result, dtype).reshape(arrays[0].shape)
-    if not with_sums:
-        return result, None
-    rest = jnp.stack(sums[2:], -1).reshape(-1) if plan.interleaved and sums[2:] else None
-    rest = rest if rest is not None else jnp.concatenate([*sums[2:], jnp.zeros(0, jnp.float32)])
-    return result, joined(sums[0], sums[1], rest, plan.interleaved).astype(scale_D.dtype)
+    return result, None if sums is None else head.from_parts(sums)
 
 
 def _words(x: Array) -> Array:

@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from tpjax.core.operator import Interpret
 from tpjax.pallas import _mgpu
-from tpjax.pallas.rope.tiles import Config, Tile
+from tpjax.pallas.rope.tiles import Config, Tile, put
 
 SMEM_BYTES = 227 * 1024
 """Shared memory of a Hopper SM."""
@@ -27,8 +27,8 @@ SYSTEM_BYTES = 2048
 """Of it, what a block takes for barriers, and the system."""
 
 Step = Callable[[Sequence[Array], Sequence[Any], Any, list[Array]], list[Array]]
-"""Takes vectors spread over a tile, the arrays' buffers of one tile [r, h, D], its angles [r, 2F],
-and sums; leaves the result in the last buffer; returns the new sums."""
+"""Takes vectors spread over a tile, the cuts of each array's tile, its angles, and sums; leaves the
+result in the last array's cuts; returns the new sums."""
 
 
 class Sweep(NamedTuple):
@@ -41,26 +41,29 @@ class Sweep(NamedTuple):
     num_arrays: int
     """Arrays that `step` reads."""
     with_sums: bool
-    """Whether `step` carries a sum for each vector."""
+    """Whether `step` carries a sum over tokens and heads for each part."""
     interpret: Interpret
     name: str
     """Of the kernel, in profiles."""
 
 
-def sweep(job: Sweep, arrays: Sequence[Array], angles: Array, vectors: Sequence[Array]) -> Any:
+def sweep(
+    job: Sweep, arrays: Sequence[Array], angles: Array, vectors: Array | None
+) -> tuple[Array, Array | None]:
     """Runs the job on every tile.
 
     Args:
       job: what to do.
       arrays: [B, T, H, D], of one dtype; D is in words where the tile's are.
       angles: cosine and sine, [T, 2F].
-      vectors: [W], one for each part, or none.
+      vectors: one for each part, [parts, W], or None.
 
     Returns:
-      The result [B, T, H, D] in the dtype of the arrays, and the sums [W] in float32.
+      The result [B, T, H, D] in the dtype of the arrays, and the sums [parts, W] in float32.
     """
-    result, *sums = _grouped(job)(*(x[None] for x in (*arrays, angles, *vectors)))
-    return result[0], [x[0] for x in sums]
+    given = [angles] if vectors is None else [angles, vectors]
+    result, *sums = _grouped(job)(*(x[None] for x in (*arrays, *given)))
+    return result[0], sums[0][0] if sums else None
 
 
 def _grouped(job: Sweep) -> Callable[..., tuple[Array, ...]]:
@@ -92,17 +95,13 @@ def _grouped(job: Sweep) -> Callable[..., tuple[Array, ...]]:
 
 def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
     """Launches the kernel on arrays [G, B, T, H, D] and what goes with them."""
-    tile, num_arrays = job.tile, job.num_arrays
-    groups, batch, tokens, heads, columns = operands[0].shape
-    dtype, vectors = operands[0].dtype, operands[num_arrays + 1 :]
+    tile, num_arrays, head = job.tile, job.num_arrays, job.tile.head
+    groups, batch, tokens, heads, _ = operands[0].shape
+    dtype, width, num_cuts = operands[0].dtype, head.width, head.num_cuts
+    num_parts, num_angles = head.features // width, 2 * len(head.pairs)
     counts = batch, pl.cdiv(tokens, tile.tokens), pl.cdiv(heads, tile.heads)
-    num_tiles = counts[0] * counts[1] * counts[2]
-    slot_bytes = num_arrays * tile.tokens * tile.heads * columns * dtype.itemsize
-    slot_bytes += tile.tokens * 2 * tile.num_pairs * 4
-    meeting_bytes = SYSTEM_BYTES + 4 * math.prod(tile.unit) * tile.features * job.with_sums
-    num_slots = max(2, min(job.config.num_slots, (SMEM_BYTES - meeting_bytes) // slot_bytes))
-    resident = SMEM_BYTES // (num_slots * slot_bytes + meeting_bytes)
-    resident = max(1, min(job.config.blocks_per_sm, resident))
+    num_tiles = math.prod(counts)
+    num_slots, resident = _occupancy(job, dtype)
     blocks = min(num_tiles, max(1, resident * _mgpu.num_sms() // groups))
 
     def body(*refs: Any) -> None:
@@ -115,70 +114,96 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
         def own(ref: Any) -> Any:
             return group if ref.shape[0] > 1 else 0
 
-        sources, (angles,) = take(num_arrays), take(1)
-        spread = [tile.load_vector(ref.at[own(ref)]) for ref in take(len(vectors))]
-        (result,), parts = take(1), take(len(vectors) if job.with_sums else 0)
-        slots, (angle_slots, barrier), meetings = take(num_arrays), take(2), take(len(parts))
+        sources, (angles,), vectors = (
+            take(num_arrays),
+            take(1),
+            take(len(operands) - num_arrays - 1),
+        )
+        spread = [v for ref in vectors for v in tile.load_vectors(ref.at[own(ref)])]
+        (result,), total = take(1), take(job.with_sums)
+        slots = [take(num_cuts) for _ in range(num_arrays)]
+        (angle_slots, barrier), meetings = take(2), take(job.with_sums)
 
-        def window(number: Any) -> tuple[Any, ...]:
-            number, head = lax.div(number, counts[2]), lax.rem(number, counts[2])
-            example, token = lax.div(number, counts[1]), lax.rem(number, counts[1])
+        def window(number: Any, cut: int) -> tuple[Any, ...]:
+            number, of_heads = lax.div(number, counts[2]), lax.rem(number, counts[2])
+            example, of_tokens = lax.div(number, counts[1]), lax.rem(number, counts[1])
             return (
-                pl.ds(group, 1), pl.ds(example, 1),
-                pl.ds(token * tile.tokens, tile.tokens), pl.ds(head * tile.heads, tile.heads),
-            )  # fmt: skip
-
-        def load(at: Any, slot: Any) -> None:
-            place, arrived = window(at), barrier.at[slot]
-            for source, buffer in zip(sources, slots, strict=True):
-                plgpu.copy_gmem_to_smem(source.at[place], buffer.at[slot], arrived)
-            rows = angles.at[pl.ds(own(angles), 1), place[2]]
-            plgpu.copy_gmem_to_smem(rows, angle_slots.at[slot], arrived)
-
-        def step(slot: Any, sums: list[Array]) -> list[Array]:
-            return job.step(
-                spread, [b.at[slot, 0, 0] for b in slots], angle_slots.at[slot, 0], sums
+                pl.ds(group * batch + example, 1),
+                pl.ds(of_tokens * tile.tokens, tile.tokens),
+                pl.ds(of_heads * tile.heads, tile.heads),
+                pl.ds(cut, 1),
             )
 
+        def load(at: Any, slot: Any) -> None:
+            for source, buffers in zip(sources, slots, strict=True):
+                for cut, buffer in enumerate(buffers):
+                    part = source.at[window(at, cut)]
+                    plgpu.copy_gmem_to_smem(part, buffer.at[slot], barrier.at[slot])
+            rows = angles.at[pl.ds(own(angles), 1), window(at, 0)[1]]
+            plgpu.copy_gmem_to_smem(rows, angle_slots.at[slot], barrier.at[slot])
+
+        def step(slot: Any, sums: list[Array]) -> list[Array]:
+            cuts = [[b.at[slot, 0, :, :, 0] for b in buffers] for buffers in slots]
+            return job.step(spread, cuts, angle_slots.at[slot, 0], sums)
+
         def store(at: Any, slot: Any) -> None:
-            plgpu.copy_smem_to_gmem(slots[-1].at[slot], result.at[window(at)])
+            for cut, buffer in enumerate(slots[-1]):
+                plgpu.copy_smem_to_gmem(buffer.at[slot], result.at[window(at, cut)])
 
-        sums = [tile.zeros(part.shape[-1]) for part in parts]
-        sums = _stream((block, blocks, num_tiles), num_slots, barrier, load, step, store, sums)
-        for part, total, meeting in zip(parts, sums, meetings, strict=True):
-            meeting[...] = total
+        sums = [tile.zeros() for _ in range(num_parts * job.with_sums)]
+        share = Share(block, blocks, num_tiles, num_cuts)
+        for part, x in enumerate(_stream(share, num_slots, barrier, load, step, store, sums)):
+            put(meetings[0].at[part], x)
             plgpu.commit_smem()
-            part[group, block] = tile.sum_of_unit(meeting)
+            total[0][group, block, part] = tile.sum_of_unit(meetings[0].at[part])
 
-    def buffer(*shape: int, dtype: Any = dtype) -> Any:
-        return plgpu.SMEM((num_slots, *shape), dtype)
-
+    views = [x.reshape(-1, tokens, heads, num_cuts, width) for x in operands[:num_arrays]]
+    angles, *vectors = operands[num_arrays:]
+    buffer = plgpu.SMEM((num_slots, 1, tile.tokens, tile.heads, 1, width), dtype)
+    sums = jax.ShapeDtypeStruct((groups, blocks, num_parts, width), jnp.float32)
     kernel = _mgpu.gpu_kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct(operands[0].shape, dtype),
-            *(
-                jax.ShapeDtypeStruct((groups, blocks, v.shape[-1]), jnp.float32)
-                for v in vectors * job.with_sums
-            ),
-        ),
+        out_type=(jax.ShapeDtypeStruct(views[0].shape, dtype), *[sums] * job.with_sums),
         grid=(groups * blocks,),
         grid_names=("block",),
         scratch_types=[
-            *[buffer(1, 1, tile.tokens, tile.heads, columns)] * num_arrays,
-            buffer(1, tile.tokens, 2 * tile.num_pairs, dtype=jnp.float32),
-            plgpu.Barrier(num_arrivals=num_arrays + 1, num_barriers=num_slots),
-            *(plgpu.SMEM((*tile.unit, v.shape[-1]), jnp.float32) for v in vectors * job.with_sums),
+            *[buffer] * (num_arrays * num_cuts),
+            plgpu.SMEM((num_slots, 1, tile.tokens, num_angles, width), jnp.float32),
+            plgpu.Barrier(num_arrivals=num_arrays * num_cuts + 1, num_barriers=num_slots),
+            *[plgpu.SMEM((num_parts, *tile.unit, width), jnp.float32)] * job.with_sums,
         ],
         interpret=_mgpu.interpret_params(job.interpret),
         kernel_name=job.name,
     )
-    result, *sums = kernel(*operands)
-    return (result, *(x.sum(1) for x in sums))
+    angles = angles.reshape(-1, tokens, num_angles, width)
+    result, *sums = kernel(*views, angles, *vectors)
+    return (result.reshape(operands[0].shape), *(x.sum(1) for x in sums))
+
+
+def _occupancy(job: Sweep, dtype: Any) -> tuple[int, int]:
+    """Returns slots of a block and blocks on an SM, no more than shared memory has room for."""
+    tile, head = job.tile, job.tile.head
+    slot = job.num_arrays * tile.tokens * tile.heads * head.columns * dtype.itemsize
+    slot += tile.tokens * 2 * head.num_pairs * 4
+    beside = SYSTEM_BYTES + 4 * math.prod(tile.unit) * head.features * job.with_sums
+    num_slots = max(2, min(job.config.num_slots, (SMEM_BYTES - beside) // slot))
+    resident = SMEM_BYTES // (num_slots * slot + beside)
+    return num_slots, max(1, min(job.config.blocks_per_sm, resident))
+
+
+class Share(NamedTuple):
+    """Which tiles a block takes: `block`, `block + blocks`, and so on."""
+
+    block: Any
+    blocks: int
+    num_tiles: int
+    """Of all blocks."""
+    num_stores: int
+    """Copies that take the result of one tile to device memory."""
 
 
 def _stream(
-    share: tuple[Any, int, int],
+    share: Share,
     num_slots: int,
     barrier: Any,
     load: Callable[[Any, Any], None],
@@ -186,12 +211,12 @@ def _stream(
     store: Callable[[Any, Any], None],
     carry: Any,
 ) -> Any:
-    """Runs `step` on tiles `block`, `block + blocks`, ... of `num_tiles`; returns the last carry.
+    """Runs `step` on a share of the tiles; returns the last carry.
 
     Loads run up to `num_slots - 1` tiles ahead: a slot is filled again one step after its result
     was sent off, by when it has most likely been read.
     """
-    block, blocks, num_tiles = share
+    block, blocks, num_tiles, num_stores = share
     own = lax.div(num_tiles - block + blocks - 1, blocks)
 
     for ahead in range(num_slots):
@@ -207,7 +232,7 @@ def _stream(
 
         @pl.when((i >= 1) & (following < own))
         def _() -> None:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(num_stores, wait_read_only=True)
             load(block + following * blocks, lax.rem(following, num_slots))
 
         return carry

@@ -2,21 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads in shared memory and registers: how a tile of tokens and heads is dealt to a warpgroup.
 
-A tile [r, h, D] holds r tokens and h heads as they lie in device memory. Registers hold it in parts
-[r, h, W] of float32: the first features of the pairs, the second ones, and those that do not turn.
-A head lies in lanes of one warp, `vector` neighbouring features in each, and in every part in the
-same ones: a sum over its features is shuffles, and the two features of a pair meet in one thread.
+A tile is r tokens and h heads. Shared memory holds their features in cuts [r, h, W] of neighbouring
+columns, each contiguous; registers in parts [r, h, W] of float32, which a head's pairs divide
+evenly into:
 
-    half         parts are x[:F], x[F:2F], x[2F:]
-    interleaved  a pair of 16-bit features is one 32-bit word; parts are low and high halves of
-                 words [:F], and of words [F:]
+    half         a column is a feature, a cut is a part; cut i turns with cut i + F / W
+    interleaved  a column is a 32-bit word of two 16-bit features, a pair; a cut is two parts, the
+                 low and the high halves, which turn with each other
+
+A head lies in lanes of one warp, `VECTOR` neighbouring columns in each, and in every part in the
+same ones: a sum over its features is shuffles, and the two features of a pair meet in one thread.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ from tpjax.pallas import _mgpu
 WARPS = 4
 LANES = 32
 VECTOR = 4
-"""Neighbouring features in one lane."""
+"""Neighbouring columns in one lane."""
 MAX_BOX = 256
 """TMA moves boxes of at most this many elements along an axis."""
 
@@ -53,103 +55,133 @@ CONFIGS = (
 
 
 @dataclass(frozen=True)
+class Head:
+    """How the features of one head are cut."""
+
+    features: int
+    """D."""
+    num_pairs: int
+    """F, that turn."""
+    interleaved: bool
+
+    @property
+    def columns(self) -> int:
+        """Of a head: features, or words of two of them."""
+        return self.features // 2 if self.interleaved else self.features
+
+    @property
+    def width(self) -> int:
+        """W, of a cut: what divides both the columns and the pairs."""
+        return math.gcd(self.columns, self.num_pairs)
+
+    @property
+    def num_cuts(self) -> int:
+        """Cuts of a head."""
+        return self.columns // self.width
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The parts that turn with each other."""
+        count = self.num_pairs // self.width
+        step, apart = (2, 1) if self.interleaved else (1, count)
+        return [(step * i, step * i + apart) for i in range(count)]
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that hold one head: as many as deal out a cut evenly."""
+        return math.gcd(LANES, self.width // VECTOR)
+
+    def to_parts(self, vector_D: Array) -> Array:
+        """Returns a vector [D] as the parts see it: [parts, W]."""
+        if not self.interleaved:
+            return vector_D.reshape(-1, self.width)
+        return vector_D.reshape(-1, self.width, 2).swapaxes(1, 2).reshape(-1, self.width)
+
+    def from_parts(self, parts: Array) -> Array:
+        """Returns the vector [D] that `to_parts` took apart."""
+        if not self.interleaved:
+            return parts.reshape(-1)
+        return parts.reshape(-1, 2, self.width).swapaxes(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
 class Tile:
     """A tile of tokens and heads, and the smallest part of it that gives every thread work."""
 
+    head: Head
     tokens: int
     """r."""
     heads: int
     """h."""
-    features: int
-    """D, of a head."""
-    num_pairs: int
-    """F, that turn."""
-    interleaved: bool
     unit: tuple[int, int]
-    """Tokens and heads of the part of the tile in which a thread holds one vector: powers of 2."""
-
-    @property
-    def columns(self) -> int:
-        """Features of a head, or words of two of them."""
-        return self.features // 2 if self.interleaved else self.features
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """W of each part."""
-        return widths_of(self.features, self.num_pairs, self.interleaved)
-
-    @property
-    def lanes(self) -> int:
-        """Lanes that hold one head."""
-        return lanes_of(self.widths)
+    """Tokens and heads in which a thread holds one vector of each part: powers of 2."""
 
     @property
     def layout(self) -> Any:
         """Where the elements of a part live: warp, lane, place in a vector."""
         unit_tokens, unit_heads = self.unit
-        warp_heads = min(WARPS, unit_heads)
-        chunk = self.lanes * VECTOR
-        inner = unit_tokens // (WARPS // warp_heads), unit_heads // warp_heads, chunk
+        rows = LANES // self.head.lanes  # of one warp: heads of one token first
+        lane_heads = min(unit_heads, rows)
+        chunk = self.head.lanes * VECTOR
+        inner = rows // lane_heads, lane_heads, chunk
         tiles = ((unit_tokens, unit_heads, chunk), inner, (1, 1, VECTOR))
         return _mgpu.tiled_layout(tiles, warp_dims=(-9, -8), lane_dims=(-6, -5, -4))
 
-    def load(self, ref: Any, dtype: Any) -> list[Array]:
-        """Returns the parts of a tile of the dtype, in shared memory [r, h, D], in float32."""
-        if self.interleaved:
-            words = (self._load(ref, cut) for cut in self._cuts(self.widths[::2]))
-            return [half for word in words for half in _halves(word, dtype)]
-        return [self._load(ref, cut).astype(jnp.float32) for cut in self._cuts(self.widths)]
+    def load(self, cuts: Sequence[Any], dtype: Any) -> list[Array]:
+        """Returns the parts of a tile of the dtype, in float32."""
+        values = [plgpu.load(ref, layout=self.layout, optimized=False) for ref in cuts]
+        if self.head.interleaved:
+            return [half for word in values for half in _halves(word, dtype)]
+        return [x.astype(jnp.float32) for x in values]
 
-    def store(self, ref: Any, parts: list[Array], dtype: Any) -> None:
-        """Rounds parts to the dtype and puts them into a tile in shared memory; the first ones."""
-        if self.interleaved:
-            words = [_word(*parts[i : i + 2], dtype) for i in range(0, len(parts), 2)]
-            widths = self.widths[::2]
+    def store(self, cuts: Sequence[Any], parts: list[Array], dtype: Any) -> None:
+        """Rounds parts to the dtype and puts them into their cuts."""
+        if self.head.interleaved:
+            values = [_word(*parts[i : i + 2], dtype) for i in range(0, len(parts), 2)]
         else:
-            words, widths = [x.astype(dtype) for x in parts], self.widths
-        for cut, word in zip(self._cuts(widths), words, strict=False):
-            ref[:, :, pl.ds(*cut)] = word
+            values = [x.astype(dtype) for x in parts]
+        for ref, x in zip(cuts, values, strict=True):
+            put(ref, x)
 
-    def load_angles(self, ref: Any) -> tuple[Array, Array]:
-        """Returns cosines and sines [r, 2F] in shared memory, spread over the heads."""
-        layout = self.layout.reduce(1)
-        cuts = ((i * self.num_pairs, self.num_pairs) for i in range(2))
-        cos, sin = (
-            plgpu.load(ref.at[:, pl.ds(*cut)], layout=layout, optimized=False) for cut in cuts
-        )
-        return self.spread(cos, self.num_pairs, (0, 2)), self.spread(sin, self.num_pairs, (0, 2))
+    def load_angles(self, ref: Any) -> list[tuple[Array, Array]]:
+        """Returns cosine and sine for each pair of parts, from [r, 2F / W, W] in shared memory."""
+        layout, count = self.layout.reduce(1), len(self.head.pairs)
+        tables = [
+            self.spread(plgpu.load(ref.at[:, i], layout=layout, optimized=False), (0, 2))
+            for i in range(2 * count)
+        ]
+        return list(zip(tables[:count], tables[count:], strict=True))
 
-    def load_vector(self, ref: Any) -> Array:
-        """Returns a vector [W] in device memory, spread over tokens and heads, in float32."""
+    def load_vectors(self, ref: Any) -> list[Array]:
+        """Returns vectors [parts, W] in device memory, each spread over tokens and heads."""
         layout = self.layout.reduce((0, 1))
-        vector = plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-        return self.spread(vector, vector.shape[0], (2,))
+        vectors = (
+            plgpu.load(ref.at[i], layout=layout, optimized=False) for i in range(ref.shape[0])
+        )
+        return [self.spread(v, (2,)) for v in vectors]
 
-    def zeros(self, width: int) -> Array:
-        """Returns zeros of the shape of `folded` parts."""
-        return plgpu.layout_cast(jnp.zeros((*self.unit, width), jnp.float32), self.layout)
+    def zeros(self) -> Array:
+        """Returns zeros of the shape of a `folded` part."""
+        shape = (*self.unit, self.head.width)
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.layout)
 
-    def mean(self, parts: list[Array]) -> Array:
-        """Returns the mean over the features of each head [r, h]; the first two parts are alike."""
-        first, second, *rest = parts
-        layout = self.layout.reduce(2)
-        total = plgpu.layout_cast((first + second).sum(2), layout)
-        for x in rest:
-            total = total + plgpu.layout_cast(x.sum(2), layout)
-        return total / self.features
+    def mean(self, parts: Sequence[Array]) -> Array:
+        """Returns the mean over the features of each head, spread over a part."""
+        total = sum(parts[1:], start=parts[0])
+        sums = plgpu.layout_cast(total.sum(2), self.layout.reduce(2))
+        return self.spread(sums / self.head.features, (0, 1))
 
-    def spread(self, x: Array, width: int, axes: tuple[int, ...]) -> Array:
-        """Returns x broadcast to a part of the width."""
-        shape = (self.tokens, self.heads, width)
+    def spread(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """Returns x broadcast to a part."""
+        shape = (self.tokens, self.heads, self.head.width)
         return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), self.layout)
 
     def folded(self, x: Array) -> Array:
         """Returns the sum of a part's units: what a thread can add up by itself."""
         unit_tokens, unit_heads = self.unit
-        width = x.shape[2]
         units = [
             plgpu.layout_cast(
-                lax.slice(x, (t, h, 0), (t + unit_tokens, h + unit_heads, width)), self.layout
+                lax.slice(x, (t, h, 0), (t + unit_tokens, h + unit_heads, x.shape[2])), self.layout
             )
             for t in range(0, self.tokens, unit_tokens)
             for h in range(0, self.heads, unit_heads)
@@ -167,41 +199,26 @@ class Tile:
             total = total + plgpu.load(ref.at[token, head], layout=layout, optimized=False)
         return total
 
-    def _cuts(self, widths: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Returns first column and width of neighbouring parts."""
-        return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
 
-    def _load(self, ref: Any, cut: tuple[int, int]) -> Array:
-        return plgpu.load(ref.at[:, :, pl.ds(*cut)], layout=self.layout, optimized=False)
-
-
-def widths_of(features: int, num_pairs: int, interleaved: bool) -> tuple[int, ...]:
-    """Returns the width of each part of a head."""
-    rest = features - 2 * num_pairs
-    if not rest:
-        return (num_pairs, num_pairs)
-    return (num_pairs, num_pairs, *((rest // 2,) * 2 if interleaved else (rest,)))
+def put(ref: Any, x: Array) -> None:
+    """Stores a tile into shared memory as it is laid out, even where lanes want the same bank."""
+    if hasattr(plgpu, "store"):  # JAX 0.12; before, a plain store falls back to this by itself
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
-def lanes_of(widths: tuple[int, ...]) -> int:
-    """Returns how many lanes hold a head: as many as deal out every part evenly."""
-    return math.gcd(LANES, *(width // VECTOR for width in widths))
-
-
-def tile_for(
-    tokens: int, heads: int, features: int, num_pairs: int, interleaved: bool, config: Config
-) -> Tile:
+def tile_for(head: Head, tokens: int, heads: int, config: Config) -> Tile:
     """Returns the tile for arrays of so many tokens and heads."""
-    at_once = WARPS * LANES // lanes_of(widths_of(features, num_pairs, interleaved))
+    at_once = WARPS * LANES // head.lanes
     unit_heads = min(at_once, 1 << (heads - 1).bit_length())
     unit_tokens = at_once // unit_heads
-    units = max(1, config.tile_elements // (at_once * features))
+    units = max(1, config.tile_elements // (at_once * head.features))
     across = -(-heads // unit_heads)  # units that cover all heads
     rounds = -(-across // min(units, across, MAX_BOX // unit_heads))
     wide = -(-across // rounds)
     deep = min(max(1, units // wide), -(-tokens // unit_tokens), MAX_BOX // unit_tokens)
-    shape = (deep * unit_tokens, wide * unit_heads)
-    return Tile(*shape, features, num_pairs, interleaved, (unit_tokens, unit_heads))
+    return Tile(head, deep * unit_tokens, wide * unit_heads, (unit_tokens, unit_heads))
 
 
 def _halves(word: Array, dtype: Any) -> tuple[Array, Array]:
