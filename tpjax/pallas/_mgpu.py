@@ -250,16 +250,16 @@ def add_to_gmem(smem: Any, gmem: Any, *, interpret: Interpret) -> None:
 
 
 def sum_in_gmem(
-    kernel: Callable[..., Any], operands: Any, shape: Sequence[int]
+    kernel: Callable[..., Any], operands: Any, shape: Sequence[int], dtype: Any = jnp.float32
 ) -> tuple[Any, jax.Array]:
-    """Returns a kernel's results, and the float32 sum of what it added to its last operand.
+    """Returns a kernel's results, and the sum of what it added to its last operand.
 
     That one is all zeros before. The sum varies over devices as the operands do.
     """
     leaves, tree = jax.tree.flatten(operands)
 
     def run(*leaves: Any) -> list[Any]:
-        total = jax.new_ref(jnp.zeros(shape, jnp.float32))
+        total = jax.new_ref(jnp.zeros(shape, dtype))
         results = kernel(*jax.tree.unflatten(tree, leaves), total)
         return [*results, jax.freeze(total)]
 
