@@ -186,8 +186,6 @@ def _resharded(x: Any, spec: PartitionSpec, explicit: set[str]) -> Any:
     """Returns the array split as the spec says, as far as explicit axes go."""
     if not explicit:
         return x
-    wanted = [
-        tuple(a for a in (entry or ()) if a in explicit) or None
-        for entry in (*spec, *[None] * (x.ndim - len(spec)))
-    ]
+    entries = [(e,) if isinstance(e, str) else e or () for e in spec]  # one axis is its name alone
+    wanted = [tuple(a for a in entry if a in explicit) or None for entry in entries]
     return jax.sharding.reshard(x, PartitionSpec(*wanted))
