@@ -35,7 +35,10 @@ from tpjax.pallas.products.plain import Launcher
 
 
 class _Operands(NamedTuple):
-    """x [1, R, D]; w [1, D, 2, F], or [1, D, F] and w_up alike; w_down [1, F, D]."""
+    """x [*R, D]; w [D, 2, F], or [D, F] and w_up alike; w_down [F, D].
+
+    Kept as they came: reshaped, arrays would be kept twice.
+    """
 
     x: Array
     w: Array
@@ -57,14 +60,19 @@ class _Kept(NamedTuple):
 
 def _hidden(o: _Operands, options: _Options, keeps: bool) -> tuple[Array, ...]:
     """Returns the hidden rows [1, R, F] and, if it keeps them, gate and up."""
-    factors = (o.w,) if o.w_up is None else (o.w, o.w_up)
-    return options.launcher(Gated(options.activation, o.w_up is None, keeps), o.x, factors)
+    factors = (o.w[None],) if o.w_up is None else (o.w[None], o.w_up[None])
+    return options.launcher(Gated(options.activation, o.w_up is None, keeps), _rows(o.x), factors)
 
 
 def _down(o: _Operands, hidden: Array, options: _Options) -> Array:
-    if o.w_down is None:
-        return hidden
-    return options.launcher(Plain(), hidden, (o.w_down,))[0]
+    out = hidden
+    if o.w_down is not None:
+        (out,) = options.launcher(Plain(), hidden, (o.w_down[None],))
+    return out.reshape(*o.x.shape[:-1], out.shape[-1])
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(1, -1, x.shape[-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -87,23 +95,22 @@ def _pulled(gate_up: Array, dhidden: Array, activation: str) -> Array:
 
 def _backward(options: _Options, kept: _Kept, dout: Array) -> tuple[_Operands]:
     (x, w, w_up, w_down), gate_up = kept
-    launcher, ddown = options.launcher, None
+    launcher, dout, ddown = options.launcher, _rows(dout), None
     if w_down is None:
         dgate_up = _pulled(gate_up, dout, options.activation)
     else:
-        finish = GatedPull(options.activation)
-        hidden, dgate_up = launcher(finish, dout, (w_down,), (gate_up,), transpose_b=True)
-        (ddown,) = launcher(Plain(), hidden, (dout,), transpose_a=True)
-    stacked = w if w_up is None else jnp.stack([w, w_up], axis=2)
-    features, _, width = stacked.shape[1:]
-    flat = dgate_up.reshape(1, -1, 2 * width)
-    right = stacked.reshape(1, features, 2 * width)
+        finish, down = GatedPull(options.activation), (w_down[None],)
+        hidden, dgate_up = launcher(finish, dout, down, (gate_up,), transpose_b=True)
+        ddown = launcher(Plain(), hidden, (dout,), transpose_a=True)[0][0]
+    stacked = w if w_up is None else jnp.stack([w, w_up], axis=1)
+    flat = dgate_up.reshape(1, -1, 2 * w.shape[-1])
+    right = stacked.reshape(1, -1, flat.shape[-1])
     (dx,) = launcher(Plain(), flat, (right,), transpose_b=True)
-    (dw,) = launcher(Plain(), x, (flat,), transpose_a=True)
-    dw = dw.reshape(stacked.shape)
+    (dw,) = launcher(Plain(), _rows(x), (flat,), transpose_a=True)
+    dx, dw = dx.reshape(x.shape), dw.reshape(stacked.shape)
     if w_up is None:
         return (_Operands(dx, dw, None, ddown),)
-    return (_Operands(dx, dw[:, :, 0], dw[:, :, 1], ddown),)
+    return (_Operands(dx, dw[:, 0], dw[:, 1], ddown),)
 
 
 _gated.defvjp(_forward, _backward)
@@ -138,8 +145,5 @@ def _call(
     activation: str,
     config: Config | None,
 ) -> Array:
-    up, down = (None if v is None else v[None] for v in (w_up, w_down))
-    operands = _Operands(x.reshape(1, -1, x.shape[-1]), w[None], up, down)
-    target = dispatch.current_target().interpret
-    out = _gated(operands, _Options(activation, Launcher(op, target, config)))
-    return out.reshape(*x.shape[:-1], out.shape[-1])
+    launcher = Launcher(op, dispatch.current_target().interpret, config)
+    return _gated(_Operands(x, w, w_up, w_down), _Options(activation, launcher))

@@ -11,6 +11,7 @@ Letters: G products, M rows, N columns, K terms of each sum. Where there is an a
 in the dtype of the result. All sums are in a fixed order: runs agree to the last bit.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ class Launcher(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """a [G, M, K], b [G, K, N], bias [N], residual [G, M, N], scale [N] or [1]."""
+    """What the call was given, kept as it came: reshaped, arrays would be kept twice."""
 
     a: Array
     b: Array
@@ -71,53 +72,82 @@ class _Options(NamedTuple):
     launcher: Launcher
 
 
+class _Shape(NamedTuple):
+    """Of the products: those of a batch that shares b are one."""
+
+    groups: int
+    rows: int
+    terms: int
+    columns: int
+
+    def a(self, x: Array) -> Array:
+        """Returns the left operand as [G, M, K]."""
+        return x.reshape(self.groups, self.rows, self.terms)
+
+    def b(self, x: Array) -> Array:
+        """Returns the right operand as [G, K, N]."""
+        return x.reshape(self.groups, self.terms, self.columns)
+
+    def out(self, x: Array) -> Array:
+        """Returns a result, or what is as large, as [G, M, N]."""
+        return x.reshape(self.groups, self.rows, self.columns)
+
+
+def _shape(x: _Operands) -> _Shape:
+    terms, columns = x.b.shape[-2:]
+    groups = math.prod(x.b.shape[:-2])
+    return _Shape(groups, x.a.size // (groups * terms), terms, columns)
+
+
 def _fwd(x: _Operands, options: _Options, keeps: bool) -> tuple[Array, ...]:
-    """Launches the forward kernel."""
+    """Launches the forward kernel; returns arrays [G, M, N]."""
+    shape = _shape(x)
     given = [v for v in (x.scale, x.bias) if v is not None]
-    columns = x.b.shape[-1]
-    vectors = (jnp.broadcast_to(v.astype(jnp.float32), (columns,))[None] for v in given)
-    sides = () if x.residual is None else (x.residual,)
+    vectors = (jnp.broadcast_to(v.astype(jnp.float32), (shape.columns,))[None] for v in given)
+    sides = () if x.residual is None else (shape.out(x.residual),)
     finish: Finish = Plain()
     if given or sides or keeps or options.activation != "linear":
         has = x.scale is not None, x.bias is not None, x.residual is not None
         finish = Affine(options.activation, *has, keeps)
-    out_dtype = options.out_dtype
-    return options.launcher(finish, x.a, (x.b,), sides, tuple(vectors), out_dtype=out_dtype)
+    a, b, out_dtype = shape.a(x.a), shape.b(x.b), options.out_dtype
+    return options.launcher(finish, a, (b,), sides, tuple(vectors), out_dtype=out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _matmul(x: _Operands, options: _Options) -> Array:
-    return _fwd(x, options, False)[0]
+    return _fwd(x, options, False)[0].reshape(*x.a.shape[:-1], x.b.shape[-1])
 
 
 def _forward(x: _Operands, options: _Options) -> tuple[Array, tuple[_Operands, Array | None]]:
     if options.activation == "linear":
         return _matmul(x, options), (x, None)
     out, z = _fwd(x, options, True)
-    return out, (x, z)
+    return out.reshape(*x.a.shape[:-1], x.b.shape[-1]), (x, z)
 
 
 def _backward(
     options: _Options, kept: tuple[_Operands, Array | None], dout: Array
 ) -> tuple[_Operands]:
-    x, z = kept
-    wide, launcher = dout.astype(jnp.float32), options.launcher
-    dz = wide
+    (x, z), launcher = kept, options.launcher
+    shape = _shape(x)
+    a, b, dz = shape.a(x.a), shape.b(x.b), shape.out(dout).astype(jnp.float32)
     if z is not None:
-        dz = wide * ACTIVATIONS[options.activation].slope(z.astype(jnp.float32))
+        dz = dz * ACTIVATIONS[options.activation].slope(z.astype(jnp.float32))
     scaled = dz if x.scale is None else dz * x.scale.astype(jnp.float32)
-    (da,) = launcher(Plain(), scaled.astype(x.a.dtype), (x.b,), transpose_b=True)
+    (da,) = launcher(Plain(), scaled.astype(a.dtype), (b,), transpose_b=True)
     # Of p two results are made: in float32 each is rounded once.
     p_dtype = None if x.scale is None else jnp.float32
-    rounded = dz.astype(x.a.dtype)
-    (db,) = launcher(Plain(), x.a, (rounded,), transpose_a=True, out_dtype=p_dtype)
-    dscale = None
+    (db,) = launcher(Plain(), a, (dz.astype(a.dtype),), transpose_a=True, out_dtype=p_dtype)
+    dscale = dbias = dresidual = None
     if x.scale is not None:
-        dscale = (x.b.astype(jnp.float32) * db).sum((0, 1) if x.scale.size > 1 else (0, 1, 2))
+        dscale = (b.astype(jnp.float32) * db).sum((0, 1) if x.scale.size > 1 else None)
         dscale = dscale.reshape(x.scale.shape).astype(x.scale.dtype)
-        db = (db * x.scale.astype(jnp.float32)).astype(x.b.dtype)
-    dbias = None if x.bias is None else dz.sum((0, 1)).astype(x.bias.dtype)
-    dresidual = None if x.residual is None else dout.astype(x.residual.dtype)
+        db = (db * x.scale.astype(jnp.float32)).astype(b.dtype)
+    if x.bias is not None:
+        dbias = dz.sum((0, 1)).astype(x.bias.dtype)
+    if x.residual is not None:
+        dresidual = dout.astype(x.residual.dtype)
+    da, db = da.reshape(x.a.shape), db.reshape(x.b.shape)
     return (_Operands(da, db, dbias, dresidual, dscale),)
 
 
@@ -136,14 +166,6 @@ def matmul_pallas(
     config: Config | None = None,
 ) -> Array:
     """Runs the kernels on a checked call that they support."""
-    lead, (rows, terms), columns = a.shape[:-2], a.shape[-2:], b.shape[-1]
-    if b.ndim == 2:  # one product of all rows
-        a3, b3 = a.reshape(1, -1, terms), b[None]
-    else:
-        a3, b3 = a.reshape(-1, rows, terms), b.reshape(-1, terms, columns)
-    groups = a3.shape[0]
-    side = None if residual is None else residual.reshape(groups, -1, columns)
-    target = dispatch.current_target().interpret
-    options = _Options(activation, out_dtype, Launcher("matmul", target, config))
-    out = _matmul(_Operands(a3, b3, bias, side, scale), options)
-    return out.reshape(*lead, rows, columns)
+    launcher = Launcher("matmul", dispatch.current_target().interpret, config)
+    operands = _Operands(a, b, bias, residual, scale)
+    return _matmul(operands, _Options(activation, out_dtype, launcher))
