@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpjax.pallas.attention.entry import flash_attention
+    from tpjax.pallas.lookup.entry import embedding
     from tpjax.pallas.losses.entry import linear_cross_entropy
     from tpjax.pallas.norms.added import add_layer_norm, add_rms_norm
     from tpjax.pallas.norms.entry import layer_norm, rms_norm
@@ -20,6 +21,7 @@ __all__ = [
     "OPS",
     "add_layer_norm",
     "add_rms_norm",
+    "embedding",
     "flash_attention",
     "gated_linear_unit",
     "gated_mlp",

@@ -7,6 +7,7 @@ A new operator is a file (its meaning, code, gradient, limits) and a row here.
 
 from tpjax.core.operator import Op
 from tpjax.pallas.attention.row import FLASH_ATTENTION
+from tpjax.pallas.lookup.row import EMBEDDING
 from tpjax.pallas.losses.row import LINEAR_CROSS_ENTROPY
 from tpjax.pallas.norms.rows import (
     ADD_LAYER_NORM,
@@ -33,5 +34,6 @@ OPS: tuple[Op, ...] = (
     GATED_MLP,
     ROTARY_EMBEDDING,
     RMS_NORM_ROPE,
+    EMBEDDING,
 )
 """Every operator; names are unique."""
