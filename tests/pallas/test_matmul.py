@@ -19,7 +19,7 @@ from tests.pallas import op_checks as checks
 from tpjax.core.operator import Sample, parse_spec
 from tpjax.pallas import matmul
 from tpjax.pallas.products.config import CONFIGS, worth_trying
-from tpjax.pallas.products.finishes import Affine, Gated, GatedPull, Plain
+from tpjax.pallas.products.finishes import Affine, Gated, Plain, ProductPull
 from tpjax.pallas.products.kernel import Job, staging_for
 from tpjax.pallas.products.mainloop import Config, Tiles
 from tpjax.pallas.products.product import product
@@ -89,7 +89,7 @@ FINISHES = (
     Plain(),
     Affine("gelu", True, True, True, True),
     Gated("swish", True, True),
-    GatedPull("swish"),
+    ProductPull("swish"),
 )
 
 

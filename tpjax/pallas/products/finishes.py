@@ -113,10 +113,36 @@ class Gated(Finish):
 
 @dataclass(frozen=True)
 class GatedPull(Finish):
-    """The gradients of gate and up, given gate, up, and as a sum the gradient of the hidden rows.
+    """The gradients of gate and up, given gate, up and the gradient of the hidden rows."""
 
-    The hidden rows themselves too, formed again.
-    """
+    activation: str
+
+    @property
+    def factors(self) -> tuple[Panel, ...]:
+        """None."""
+        return ()
+
+    @property
+    def sides(self) -> tuple[Panel, ...]:
+        """Gate, up, and the gradient of the hidden rows."""
+        return (*STACKED, Panel(1))
+
+    @property
+    def results(self) -> tuple[Panel, ...]:
+        """The gradients, as two halves."""
+        return STACKED
+
+    def __call__(
+        self, sums: Sequence[Array], sides: Sequence[Array], vectors: Sequence[Array]
+    ) -> Sequence[Array]:
+        gate, up, dhidden = sides
+        act = _ACTIVATIONS[self.activation]
+        return [dhidden * up * act.slope(gate), dhidden * act.value(gate)]
+
+
+@dataclass(frozen=True)
+class ProductPull(Finish):
+    """`GatedPull` where the gradient of the hidden rows is a sum; and the hidden rows, anew."""
 
     activation: str
 

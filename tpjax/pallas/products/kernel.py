@@ -22,7 +22,6 @@ from jax import Array, lax
 
 from tpjax.core.operator import Interpret
 from tpjax.pallas._mgpu import pl, plgpu, row_tile
-from tpjax.pallas.attention.ring import Ring
 from tpjax.pallas.products.mainloop import (
     DEPTH,
     ROWS,
@@ -61,7 +60,7 @@ class Finish:
 
     @property
     def factors(self) -> tuple[Panel, ...]:
-        """The right operands: one sum each."""
+        """The right operands: one sum each. None: nothing is multiplied, sides alone are read."""
         return (Panel(0),)
 
     @property
@@ -119,12 +118,12 @@ def staging_for(
     config: Config, finish: Finish, out_size: int, side_sizes: Sequence[int]
 ) -> Staging:
     """Returns the staging for results and sides of so many bytes an element."""
-    width = config.columns // len(finish.factors)
-    row_bytes = 64 if len(side_sizes) > 1 else 128
+    width = config.columns // max(1, len(finish.factors))
+    # More slots hide more of the time that sides take to come; pieces are as small as that asks.
+    row_bytes, side_slots = ((128, 0), (128, 2), (64, 4), (128, 4))[len(side_sizes)]
     piece = min(width, row_bytes // max(out_size, *side_sizes, 0))
     pieces = config.rows // ROWS * (width // piece)
-    side_slots = min(pieces, (0, 2, 4)[len(side_sizes)])
-    return Staging(piece, math.gcd(2, pieces * len(finish.results)), side_slots)
+    return Staging(piece, math.gcd(2, pieces * len(finish.results)), min(pieces, side_slots))
 
 
 def stages_for(config: Config, itemsize: int, staging_bytes: int) -> int:
@@ -145,8 +144,8 @@ class Arrays(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory and barriers of a block."""
 
-    ring: Ring
-    """Of the left operand's rows of both workers, then the columns of each factor."""
+    ring: Any
+    """Of the left operand's rows of both workers, then the columns of each factor; or None."""
     out: Any
     sides: tuple[Any, ...]
     side_ready: Any
@@ -163,6 +162,8 @@ class Kernel(NamedTuple):
         """Brings the operands of every tile."""
         del results
         job, tiles = self.job, self.tiles
+        if not job.finish.factors:
+            return
         shares_columns = tiles.config.share_columns
 
         def copies(tile: Tile, term: Array, slot: Array) -> list[Copy]:
@@ -196,7 +197,8 @@ class Kernel(NamedTuple):
         def one(tile: Tile, passed: Array) -> None:
             finishing = _Finishing(self, arrays, results, smem, tile, worker)
             finishing.start()
-            finishing.run(accumulate(tiles, smem.ring, passed, operands))
+            multiplies = bool(job.finish.factors)
+            finishing.run(accumulate(tiles, smem.ring, passed, operands) if multiplies else ())
 
         tiles.each(one)
         plgpu.wait_smem_to_gmem(0)
@@ -293,16 +295,18 @@ def _slots(shape: tuple[int, ...], dtype: Any) -> Any:
 def scratch(kernel: Kernel, arrays: Arrays, out_dtype: Any) -> Shared:
     """Returns the types of a block's shared memory, for operands such as these."""
     job, tiles, staging = kernel.job, kernel.tiles, kernel.staging
-    height, dtype = tiles.config.block_rows, arrays.a.dtype
-    left = (DEPTH, height) if job.transpose_a else (height, DEPTH)
-    right = (tiles.width, DEPTH) if job.transpose_b else (DEPTH, tiles.width)
-    shapes = [left, *[right] * tiles.sums]
-    buffers = [row_tile((tiles.config.stages, *shape), dtype) for shape in shapes]
+    height, ring = tiles.config.block_rows, None
+    if job.finish.factors:
+        left = (DEPTH, height) if job.transpose_a else (height, DEPTH)
+        right = (tiles.width, DEPTH) if job.transpose_b else (DEPTH, tiles.width)
+        shapes = [(tiles.config.stages, *x) for x in (left, *[right] * tiles.sums)]
+        buffers = [row_tile(shape, arrays.a.dtype) for shape in shapes]
+        ring = ring_types(tiles.config, buffers, len(buffers))
     piece = (ROWS, staging.piece)
     sides = job.finish.sides
     dtypes = [arrays.sides[panel.array].dtype for panel in sides]
     return Shared(
-        ring_types(tiles.config, buffers, len(buffers)),
+        ring,
         _slots((WORKERS, staging.slots, *piece), out_dtype),
         tuple(_slots((WORKERS, staging.side_slots, *piece), d) for d in dtypes),
         plgpu.Barrier(num_arrivals=len(sides), num_barriers=WORKERS * staging.side_slots)

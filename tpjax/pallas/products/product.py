@@ -35,16 +35,18 @@ TMA_ROWS, TMA_COLUMNS = 8, 64
 @partial(jax.jit, static_argnames="job")
 def _launch(arrays: Arrays, job: Job) -> tuple[Array, ...]:
     """Runs the kernel on padded arrays; results are as long as those."""
-    a, out_dtype = arrays.a, jnp.dtype(job.out_dtype or arrays.a.dtype)
-    rows, terms = a.shape[:0:-1] if job.transpose_a else a.shape[1:]
-    columns = arrays.factors[0].shape[1 if job.transpose_b else -1]
+    dtype = jax.tree.leaves(arrays)[0].dtype
+    out_dtype = jnp.dtype(job.out_dtype or dtype)
+    rows, columns = _extent(arrays, job)
     rows, columns = _up(rows, TMA_ROWS), _up(columns, TMA_COLUMNS)
     sides = [arrays.sides[panel.array].dtype.itemsize for panel in job.finish.sides]
     staging = staging_for(job.config, job.finish, out_dtype.itemsize, sides)
     room = staging.bytes(out_dtype.itemsize, sides)
-    config = replace(job.config, stages=stages_for(job.config, a.dtype.itemsize, room))
+    config = replace(job.config, stages=stages_for(job.config, dtype.itemsize, room))
     groups = max(x.shape[0] for x in jax.tree.leaves(arrays))
-    tiles = Tiles(config, groups, rows, columns, pl.cdiv(terms, DEPTH), len(job.finish.factors))
+    terms = 0 if arrays.a is None else arrays.a.shape[1 if job.transpose_a else -1]
+    sums = max(1, len(job.finish.factors))
+    tiles = Tiles(config, groups, rows, columns, pl.cdiv(terms, DEPTH), sums)
     kernel = Kernel(job, tiles, staging)
     end = _up(columns, tiles.width * config.cluster)
     # What is loaded without TMA may not lie beyond an array's end.
@@ -68,6 +70,14 @@ def _launch(arrays: Arrays, job: Job) -> tuple[Array, ...]:
     return tuple(run(arrays))
 
 
+def _extent(arrays: Arrays, job: Job) -> tuple[int, int]:
+    """Returns the rows and the columns of the results."""
+    if arrays.a is None:
+        return arrays.sides[0].shape[1], arrays.sides[0].shape[-1]
+    rows = arrays.a.shape[-1 if job.transpose_a else 1]
+    return rows, arrays.factors[0].shape[1 if job.transpose_b else -1]
+
+
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -82,7 +92,7 @@ def _padded(x: Array) -> Array:
 
 def product(
     job: Job,
-    a: Array,
+    a: Array | None,
     factors: Sequence[Array],
     sides: Sequence[Array] = (),
     vectors: Sequence[Array] = (),
@@ -91,7 +101,7 @@ def product(
 
     Args:
       job: which one; its finish says what the arrays are.
-      a: [G, M, K], or stored [G, K, M].
+      a: [G, M, K], or stored [G, K, M]; None where the finish has no factors.
       factors: [G, K, N] or [G, K, 2, N], or stored [G, N, K].
       sides: [G, M, N] or [G, M, 2, N].
       vectors: [G, N] float32.
@@ -112,10 +122,9 @@ def _grouped(job: Job, tree: Any) -> Callable[..., tuple[Array, ...]]:
     @jax.custom_batching.custom_vmap
     def run(*leaves: Array) -> tuple[Array, ...]:
         arrays: Arrays = jax.tree.unflatten(tree, leaves)
-        rows = arrays.a.shape[-1 if job.transpose_a else 1]
-        columns = arrays.factors[0].shape[1 if job.transpose_b else -1]
+        rows, columns = _extent(arrays, job)
         padded = Arrays(
-            _padded(arrays.a),
+            None if arrays.a is None else _padded(arrays.a),
             tuple(_padded(x) for x in arrays.factors),
             tuple(_padded(x) for x in arrays.sides),
             arrays.vectors,
