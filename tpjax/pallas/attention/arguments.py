@@ -40,7 +40,6 @@ class Operands(NamedTuple):
     sinks: Array | None = None
     """[H] of the scores' dtype"""
 
-
     def cut(self) -> "Operands":
         """Returns the same with zeros beyond the lengths: there may be anything, NaN too."""
 

@@ -26,7 +26,7 @@ from tpjax.pallas.attention.backward_bias import BIAS_ROWS, bias_gradient
 from tpjax.pallas.attention.backward_key_value import key_value_gradient
 from tpjax.pallas.attention.backward_query import query_gradient
 from tpjax.pallas.attention.config import ROWS
-from tpjax.pallas.attention.cotangents import cotangents_of
+from tpjax.pallas.attention.cotangents import better_delta, cotangents_of
 from tpjax.pallas.attention.extras import Extras, pad_tokens
 from tpjax.pallas.attention.scores import Plan
 
@@ -47,23 +47,26 @@ def launch_backward(
     room = math.lcm(plan.config.dq_warpgroups * ROWS, plan.config.dkv_block, BIAS_ROWS)
     cotangents, delta = cotangents_of(extras, out, lse, dout, dlse, room, plan)
     q, k, v = (pad_tokens(x) for x in (query, key, value))
-    dq, slope_lines = query_gradient(q, k, v, cotangents, extras, plan)
+    dq, lines = query_gradient(q, k, v, cotangents, extras, plan)
+    if lines is not None:  # a delta that is not of the rounded output
+        cotangents, delta = better_delta(cotangents, lines.products, dlse)
     dk, dv = key_value_gradient(q, k, v, cotangents, extras, plan)
-    gradients = extras_gradient(extras, lse, delta)
-    if slope_lines is not None:
-        gradients = gradients._replace(slopes=_slopes_gradient(extras, dlse, *slope_lines))
+    gradients = Extras(sinks=_sinks_gradient(extras, lse, delta))
+    if extras.slopes is not None and lines is not None:
+        slopes = _slopes_gradient(extras, dlse, lines.ds_far, lines.weights_far)
+        gradients = gradients._replace(slopes=slopes)
     if extras.bias is not None:
         gradients = gradients._replace(bias=bias_gradient(q, k, v, cotangents, extras, plan))
     return dq[:, : query.shape[1]], dk[:, : key.shape[1]], dv[:, : key.shape[1]], gradients
 
 
-def extras_gradient(extras: Extras, lse: Array, delta: Array) -> Extras:
-    """Returns the gradient of sinks; None elsewhere."""
+def _sinks_gradient(extras: Extras, lse: Array, delta: Array) -> Array | None:
+    """Returns the gradient of sinks, or None."""
     if extras.sinks is None:
-        return Extras()
+        return None
     # The sink's weight, of a value of zero.
     weights = jnp.exp(extras.sinks[None, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))
-    return Extras(sinks=-(weights * delta).sum((0, 2)))
+    return -(weights * delta).sum((0, 2))
 
 
 def _slopes_gradient(extras: Extras, dlse: Array, ds_far: Array, weights_far: Array) -> Array:

@@ -5,6 +5,7 @@
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -18,7 +19,7 @@ from tpjax.pallas.attention.schedule import TileFacts
 from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile, by_row, filled
 
 WIDE = 192
-"""Features of a head beyond which registers are scarce."""
+"""Features of a head beyond which registers are scarce, and shared memory is full."""
 
 
 class _QueryWalk(NamedTuple):
@@ -49,27 +50,44 @@ class _QueryWalk(NamedTuple):
             plgpu.barrier_wait(ring.ready.at[slot_of(step, ring.stages)])
 
 
-class _RowSums(NamedTuple):
-    """Sums over the keys of each query, for the gradient of slopes; d is the distance.
+class Lines(NamedTuple):
+    """Sums over the keys of each query, [B, H, T or more]; d is the distance.
 
-    That is the sum of ds d. But ds holds delta, which comes from the rounded output: delta is off
-    by e = delta + dlse - sum(p dout value^T), and the sum by e sum(p d), which is added back.
+    In the kernel ds holds delta, which comes from the rounded output and is off a little. That adds
+    up where gradients are sums of many ds, or shows where ds is the difference of two large
+    products: those are told what delta is, and what ds d would sum up to.
     """
 
-    ds_far: Array
+    products: Any
+    """Sum of p dout value^T, which is delta + dlse."""
+    ds_far: Any = None
+    """Sum of ds d for the slopes' gradient, but for dlse `weights_far`: no dlse is known here."""
+    weights_far: Any = None
+    """Sum of p d."""
+
+
+class _RowSums(NamedTuple):
+    """What `Lines` are made of; the last two are None without slopes."""
+
     ds: Array
-    weights_far: Array
     weights: Array
+    ds_far: Array | None
+    weights_far: Array | None
 
-    def add(self, ds: Array, weights: Array, far: Array) -> "_RowSums":
+    def add(self, ds: Array, weights: Array, far: Array | None) -> "_RowSums":
         """Adds a tile."""
-        tiles = ds * far, ds, weights * far, weights
-        return _RowSums(*(old + x.sum(axis=1) for old, x in zip(self, tiles, strict=True)))
+        others = (None, None) if far is None else (ds * far, weights * far)
+        tiles = _RowSums(ds, weights, *others)
+        return jax.tree.map(lambda old, x: old + x.sum(axis=1), self, tiles)
 
-    def lines(self, delta: Array) -> tuple[Array, Array]:
-        """Returns the sum but for dlse sum(p d), as no dlse is known here, and sum(p d)."""
-        error = delta * (1 - self.weights) - self.ds
-        return self.ds_far + error * self.weights_far, self.weights_far
+    def lines(self, delta: Array) -> Lines:
+        """Returns the lines, given the delta that ds holds."""
+        products = self.ds + delta * self.weights
+        if self.ds_far is None or self.weights_far is None:
+            return Lines(products)
+        return Lines(
+            products, self.ds_far + (delta - products) * self.weights_far, self.weights_far
+        )
 
 
 def _query_step(
@@ -83,7 +101,7 @@ def _query_step(
     tile, zero = (ROWS, block), _zero(step, walk.facts)
     keys, values = walk.keys.buffers[0].at[slot], walk.values.buffers[0].at[value_slot + zero]
     query, dout = (x.at[walk.worker + zero] for x in (walk.query, walk.dout))
-    key_ids = walk.keys.buffers[1].at[slot] if walk.ids is not None else None
+    key_ids = walk.keys.buffers[1].at[slot] if len(walk.keys.buffers) > 1 else None
 
     def products(sums, fresh, row_sums):
         (product,), (dq, dweights) = fresh, sums
@@ -106,7 +124,8 @@ def _query_step(
         if seen is not None and scores.may_hide_garbage:
             ds = jnp.where(seen, ds, 0.0)
         if row_sums is not None:
-            row_sums = row_sums.add(ds, weights, scores.distance(where))
+            far = None if scores.extras.slopes is None else scores.distance(where)
+            row_sums = row_sums.add(ds, weights, far)
         dx = ds if gain is None else ds * gain
         dq.add(dx.astype(query.dtype), keys)
         return row_sums
@@ -130,13 +149,14 @@ def _zero(step: Array, facts: TileFacts) -> Any:
     return lax.shift_right_logical(lax.optimization_barrier(step), jnp.int32(30))
 
 
-def _query_sums(walk: _QueryWalk, steps: Array, for_slopes: bool) -> tuple[Array, Any]:
+def _query_sums(walk: _QueryWalk, steps: Array, lines: Lines | None) -> tuple[Array, Any]:
     """Gathers dquery over all blocks; those that may cross an edge are the first and the last."""
     ends_left, ends = walk.scores.edges(walk.facts.plan.config.dq_block)
-    sums = (
-        filled(0, (ROWS, walk.facts.features)),
-        _RowSums(*[filled(0, (ROWS,), WGMMA.reduce(1))] * 4) if for_slopes else None,
-    )
+    row_sums, line = None, filled(0, (ROWS,), WGMMA.reduce(1))
+    if lines is not None:
+        far = None if lines.ds_far is None else line
+        row_sums = _RowSums(line, line, far, far)
+    sums = filled(0, (ROWS, walk.facts.features)), row_sums
     at_edge = partial(_query_step, walk=walk, at_edge=True)
     step, whole = jnp.int32(0), steps
     if ends:
@@ -149,8 +169,9 @@ def _query_sums(walk: _QueryWalk, steps: Array, for_slopes: bool) -> tuple[Array
 
 
 def _query_kernel(
-    q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dq_ref, slope_refs,
-    q_smem, do_smem, lse_smem, delta_smem, k_smem, ids_smem, v_smem, own_ready, k_ready, k_free,
+    q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dq_ref,
+    line_refs: Lines | None, q_smem, do_smem, lse_smem, delta_smem, lines_smem: Lines | None,
+    k_smem, ids_smem, v_smem, own_ready, k_ready, k_free,
     v_ready, v_free, *, facts: TileFacts,
 ):  # fmt: skip
     """dquery of 64 rows for each worker; keys and values stream through rings."""
@@ -171,25 +192,26 @@ def _query_kernel(
         start = tile_start + worker * ROWS
         rows, line = (batch, pl.ds(start, ROWS), head), (batch, head, pl.ds(start, ROWS))
         own = tuple(smem.at[worker] for smem in (q_smem, do_smem, lse_smem, delta_smem))
-        dout_ref, *line_refs = cotangents
-        sources = (q_ref.at[rows], dout_ref.at[rows], *(ref.at[line] for ref in line_refs))
+        dout_ref, *given = cotangents
+        sources = (q_ref.at[rows], dout_ref.at[rows], *(ref.at[line] for ref in given))
         for source, smem in zip(sources, own, strict=True):
             plgpu.copy_gmem_to_smem(source, smem, own_ready.at[worker])
         ids = scores.ids(start, ROWS, axis=0)
         plgpu.barrier_wait(own_ready.at[worker])
-        query, _, *lines = own
-        lse, delta = (plgpu.load(x, layout=WGMMA.reduce(1)) for x in lines)
+        query, _, *own_lines = own
+        lse, delta = (plgpu.load(x, layout=WGMMA.reduce(1)) for x in own_lines)
         walk = _QueryWalk(
             q_smem, do_smem, worker, lse, delta, start, ids, span, keys, values, scores, facts
         )
         walk.await_blocks(jnp.int32(0))
-        dq, row_sums = _query_sums(walk, steps, for_slopes=slope_refs is not None)
+        dq, row_sums = _query_sums(walk, steps, line_refs)
         query[...] = (dq * facts.plan.scale).astype(query.dtype)
         stores = [(query, dq_ref.at[rows])]
         if row_sums is not None:
-            for smem, x, ref in zip(lines, row_sums.lines(delta), slope_refs, strict=True):
-                smem[...] = x
-                stores.append((smem, ref.at[line]))
+            lines = map(jax.tree.leaves, (row_sums.lines(delta), line_refs, lines_smem))
+            for x, ref, smem in zip(*lines, strict=True):
+                smem.at[worker][...] = x
+                stores.append((smem.at[worker], ref.at[line]))
         plgpu.commit_smem()
         for smem, target in stores:
             plgpu.copy_smem_to_gmem(smem, target)
@@ -211,7 +233,7 @@ def _query_kernel(
 
 def query_gradient(
     q: Array, k: Array, v: Array, cotangents: Cotangents, extras: Extras, plan: Plan
-) -> tuple[Array, tuple[Array, Array] | None]:
+) -> tuple[Array, Lines | None]:
     """Runs the kernel for query.
 
     Args:
@@ -221,7 +243,7 @@ def query_gradient(
       plan: the same.
 
     Returns:
-      dquery, and with slopes the two lines [B, H, T or more] of `_RowSums`, else None.
+      dquery, and for calls with a bias, slopes or sinks the float32 lines, else None.
     """
     (batch, _, heads, features), dtype = q.shape, q.dtype
     workers, block = plan.config.dq_warpgroups, plan.config.dq_block
@@ -231,11 +253,19 @@ def query_gradient(
     head_bytes = k.shape[1] * (features + value_features) * dtype.itemsize
     order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
     facts = TileFacts(plan, order, heads, group, features, value_features)
-    has_ids = extras.key_ids is not None
+    has_ids = extras.key_ids is not None and features <= WIDE
+    wanting = extras.bias, extras.slopes, extras.sinks
+
+    def lines_of(x: Any) -> Lines | None:
+        if all(given is None for given in wanting):
+            return None
+        return Lines(x) if extras.slopes is None else Lines(x, x, x)
+
     scratch = [
         row_tile((workers, ROWS, features), dtype),
         row_tile((workers, ROWS, value_features), dtype),
         *(plgpu.SMEM((workers, ROWS), jnp.float32) for _ in ("lse", "delta")),
+        lines_of(plgpu.SMEM((workers, ROWS), jnp.float32)),
         row_tile((stages, block, features), dtype),
         plgpu.SMEM((stages, block), jnp.int32) if has_ids else None,
         row_tile((value_stages, block, value_features), dtype),
@@ -245,7 +275,7 @@ def query_gradient(
     ]
     name, grid = "flash_attention_backward_query", num_tiles * batch * heads
     line = out_like(q, (batch, heads, num_tiles * rows), jnp.float32)
-    out_type = [out_like(q, q.shape, dtype), None if extras.slopes is None else (line, line)]
+    out_type = [out_like(q, q.shape, dtype), lines_of(line)]
     kernel = launch(_query_kernel, name, facts, workers, grid, out_type, scratch)
     spans = key_spans(extras, plan.region, num_tiles, rows, block)
     return kernel(q, k, v, cotangents, tiled(extras, rows, block), spans)

@@ -44,6 +44,15 @@ def cotangents_of(
     return Cotangents(dout, lse, lines), delta
 
 
+def better_delta(cotangents: Cotangents, products: Array, dlse: Array) -> tuple[Cotangents, Array]:
+    """Returns cotangents with delta from the sums of `backward_query`; and delta."""
+    tokens, room = dlse.shape[2], cotangents.delta.shape[2]
+    delta = products[..., :tokens] - dlse
+    line = jnp.where(cotangents.lse[..., :tokens] == jnp.inf, 0, delta)
+    line = jnp.pad(line, ((0, 0), (0, 0), (0, room - tokens)))
+    return cotangents._replace(delta=line), delta
+
+
 def _rowsums(out: Array, dout: Array, interpret: Interpret) -> Array:
     """Returns the sums of out dout over the features, float32 [B, H, T or more].
 

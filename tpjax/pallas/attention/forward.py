@@ -277,8 +277,8 @@ def launch_forward(
     head_bytes = num_keys * (features + value_features) * dtype.itemsize
     extras = tiled(extras, rows, config.block)
     spans = key_spans(extras, plan.region, num_tiles * workers, ROWS, config.block)
-    # How long a tile is the arrays may decide.
-    is_uneven = spans is not None and config.persistent
+    # Rows of documents: how long a tile is says nothing of how long the next one is.
+    is_uneven = extras.key_ids is not None and config.persistent
     order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
     if is_uneven:
         order = Order(num_tiles, group, longest_last=False)
@@ -305,7 +305,9 @@ def launch_forward(
         interpret=interpret_params(plan.interpret, workers + 1),
         kernel_name="flash_attention_forward",
     )
-    dealt_shares = shares(spans, workers, order, heads, dealt.blocks) if is_uneven else None
+    dealt_shares = None
+    if is_uneven and spans is not None:
+        dealt_shares = shares(spans, workers, order, heads, dealt.blocks)
     out, lse, top = kernel(q, k, v, extras, spans, dealt_shares)
     top = None if top is None else top[:, :, :num_queries]
     return out[:, :num_queries], lse[:, :, :num_queries], top

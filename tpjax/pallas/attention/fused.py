@@ -38,7 +38,6 @@ from tpjax.pallas._mgpu import (
     row_tile,
     sum_in_gmem,
 )
-from tpjax.pallas.attention.backward import extras_gradient
 from tpjax.pallas.attention.blocks import Region, tile_order
 from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, cotangents_of, launch
@@ -231,9 +230,9 @@ def _bounded(extras: Extras, region: Region, batch: int) -> Extras:
 
 
 def fits(extras: Extras, features: int, value_features: int) -> bool:
-    """Returns whether the kernel takes such a call: it has no sums for biases and slopes."""
-    has_sums = extras.bias is not None or extras.slopes is not None
-    return features == value_features == FEATURES and not has_sums
+    """Returns whether the kernel takes such a call: it has no `backward_query.Lines`."""
+    wanting = extras.bias, extras.slopes, extras.sinks
+    return features == value_features == FEATURES and all(x is None for x in wanting)
 
 
 @partial(jax.jit, static_argnames="plan")
@@ -246,7 +245,7 @@ def launch_fused(
     # The walk takes its step from the plan; what was chosen there is for the other kernels.
     plan = plan._replace(config=replace(plan.config, dkv_block=TILE))
     # Copies along one axis are not cut off at its end: the lines have room for every block.
-    cotangents, delta = cotangents_of(extras, out, lse, dout, dlse, TILE, plan)
+    cotangents, _ = cotangents_of(extras, out, lse, dout, dlse, TILE, plan)
     q, k, v = (pad_tokens(x) for x in (query, key, value))
     num_tiles, group = pl.cdiv(plan.region.num_keys, TILE), heads // kv_heads
     head_bytes = group * q.shape[1] * FEATURES * (2 * dtype.itemsize + 4)
@@ -261,5 +260,4 @@ def launch_fused(
     room = (batch, pl.cdiv(num_queries, TILE) * TILE, heads, FEATURES)
     (dk, dv), dq = sum_in_gmem(kernel, (q, k, v, *others), room)
     dq = (dq[:, :num_queries] * plan.scale).astype(dtype)
-    gradients = extras_gradient(extras, lse, delta)
-    return dq, dk[:, : key.shape[1]], dv[:, : key.shape[1]], gradients
+    return dq, dk[:, : key.shape[1]], dv[:, : key.shape[1]], Extras()

@@ -5,8 +5,8 @@
 Tiles come in the order of `blocks.Order`. Blocks of threads that stay until the end (one for each
 multiprocessor) load the next tile's operands under the last one's arithmetic; the tiles are dealt
 to them to and fro, so that who got the longer one of a round gets the shorter one of the next.
-Where lengths or segments decide how long a tile is, each gets a run of tiles of its share of the
-steps (`shares`). Where blocks of threads do not stay, each has one tile and the hardware deals.
+Where segments decide how long a tile is, each gets a run of tiles of its share of the steps
+(`shares`). Where blocks of threads do not stay, each has one tile and the hardware deals.
 """
 
 from collections.abc import Callable
