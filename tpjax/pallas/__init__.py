@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from tpjax.pallas.norms.entry import layer_norm, rms_norm
     from tpjax.pallas.norms.fp8 import layer_norm_fp8, rms_norm_fp8
     from tpjax.pallas.ops import OPS
+    from tpjax.pallas.plain.dropouts import dropout
+    from tpjax.pallas.plain.reductions import argmax, reduce
+    from tpjax.pallas.plain.softmaxes import log_softmax, softmax
     from tpjax.pallas.products.entry import gated_linear_unit, gated_mlp, matmul
 
 __all__ = [
     "OPS",
     "add_layer_norm",
     "add_rms_norm",
+    "argmax",
+    "dropout",
     "embedding",
     "flash_attention",
     "gated_linear_unit",
@@ -28,11 +33,14 @@ __all__ = [
     "layer_norm",
     "layer_norm_fp8",
     "linear_cross_entropy",
+    "log_softmax",
     "matmul",
+    "reduce",
     "rms_norm",
     "rms_norm_fp8",
     "rms_norm_rope",
     "rotary_embedding",
+    "softmax",
 ]
 
 

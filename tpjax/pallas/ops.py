@@ -17,6 +17,7 @@ from tpjax.pallas.norms.rows import (
     RMS_NORM,
     RMS_NORM_FP8,
 )
+from tpjax.pallas.plain.rows import ARGMAX, DROPOUT, LOG_SOFTMAX, REDUCE, SOFTMAX
 from tpjax.pallas.products.rows import GATED_LINEAR_UNIT, GATED_MLP, MATMUL
 from tpjax.pallas.rope.rows import RMS_NORM_ROPE, ROTARY_EMBEDDING
 
@@ -35,5 +36,10 @@ OPS: tuple[Op, ...] = (
     ROTARY_EMBEDDING,
     RMS_NORM_ROPE,
     EMBEDDING,
+    SOFTMAX,
+    LOG_SOFTMAX,
+    REDUCE,
+    ARGMAX,
+    DROPOUT,
 )
 """Every operator; names are unique."""

@@ -155,7 +155,7 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
         for part, x in enumerate(_stream(share, num_slots, barrier, load, step, store, sums)):
             put(meetings[0].at[part], x)
             plgpu.commit_smem()
-            total[0][group, block, part] = tile.sum_of_unit(meetings[0].at[part])
+            put(total[0].at[group, block, part], tile.sum_of_unit(meetings[0].at[part]))
 
     views = [x.reshape(-1, tokens, heads, num_cuts, width) for x in operands[:num_arrays]]
     angles, *vectors = operands[num_arrays:]

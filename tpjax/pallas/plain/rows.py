@@ -1,0 +1,131 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of softmax, reductions and dropout in the table of operators."""
+
+import math
+from typing import Any
+
+import jax
+
+from tpjax.core.dropouts import dropout_reference
+from tpjax.core.operator import Cost, Op, Sample, nbytes
+from tpjax.core.reductions import argmax_reference, reduce_reference
+from tpjax.core.softmaxes import log_softmax_reference, softmax_reference
+from tpjax.pallas.plain import dropouts, reductions, softmaxes
+
+TOL = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12}
+
+
+def softmax_cost(x: Any, mask: Any = None, **options: Any) -> Cost:
+    """Returns the cost of one forward call: 5 operations an element, x read and written once."""
+    del options
+    return Cost(5.0 * math.prod(x.shape), nbytes((x, mask, x)))
+
+
+def reduce_cost(x: Any, **options: Any) -> Cost:
+    """Returns the cost of one forward call: an operation an element, x read once."""
+    result = jax.eval_shape(lambda x: reduce_reference(x, **options), x)
+    return Cost(float(math.prod(x.shape)), nbytes((x, result)))
+
+
+def argmax_cost(x: Any, **options: Any) -> Cost:
+    """Returns the cost of one call: a comparison an element, x read once."""
+    result = jax.eval_shape(lambda x: argmax_reference(x, **options), x)
+    return Cost(float(math.prod(x.shape)), nbytes((x, result)))
+
+
+def dropout_cost(x: Any, seed: Any, **options: Any) -> Cost:
+    """Returns the cost of one forward call: a product an element, x read and written once."""
+    del options
+    return Cost(float(math.prod(x.shape)), nbytes((x, seed, x)))
+
+
+SOFTMAX = Op(
+    fn=softmaxes.softmax,
+    reference=softmax_reference,
+    implementations=softmaxes.SOFTMAX,
+    samples=(
+        Sample(("f32[3,63]",)),
+        Sample(("bf16[2,3,64]", "bool[3,1]")),
+        Sample(("f32[2,7,5]", "bool[2,7,5]"), {"axis": 1, "softcap": 2.0}),
+        Sample(("f16[1,1]",)),
+        Sample(("bf16[16384,4096]",), slow=True),
+        Sample(("bf16[512,131072]",), slow=True),
+    ),
+    diff=(0,),
+    tol=TOL,
+    cost=softmax_cost,
+    partitioning=softmaxes.PARTITIONING,
+)
+"""Softmax along an axis."""
+
+LOG_SOFTMAX = Op(
+    fn=softmaxes.log_softmax,
+    reference=log_softmax_reference,
+    implementations=softmaxes.LOG_SOFTMAX,
+    samples=(
+        Sample(("f32[3,63]",)),
+        Sample(("bf16[2,7,64]",), {"axis": 0}),
+        Sample(("f16[5,1]",), {"softcap": 2.0}),
+        Sample(("bf16[16384,4096]",), slow=True),
+    ),
+    diff=(0,),
+    tol=TOL,
+    cost=softmax_cost,
+    partitioning=softmaxes.PARTITIONING,
+)
+"""The logarithm of softmax along an axis."""
+
+REDUCE = Op(
+    fn=reductions.reduce,
+    reference=reduce_reference,
+    implementations=reductions.REDUCE,
+    samples=(
+        Sample(("f32[3,63]",), {"kind": "sum"}),
+        Sample(("bf16[2,7,5]",), {"kind": "mean", "axis": (0, 2)}),
+        Sample(("f16[9,7]",), {"kind": "max", "axis": 0}),
+        Sample(("f32[3,1031]",), {"kind": "var"}),
+        Sample(("bf16[64,7]",), {"kind": "var", "axis": 0, "keepdims": True}),
+        Sample(("f32[1,7]",), {"kind": "logsumexp"}),
+        Sample(("bf16[16384,4096]",), {"kind": "sum"}, slow=True),
+        Sample(("bf16[16384,4096]",), {"kind": "var", "axis": 0}, slow=True),
+    ),
+    diff=(0,),
+    tol=TOL,
+    cost=reduce_cost,
+    partitioning=reductions.PARTITIONING,
+)
+"""Sum, mean, maximum, variance or logsumexp along axes."""
+
+ARGMAX = Op(
+    fn=reductions.argmax,
+    reference=argmax_reference,
+    implementations=reductions.ARGMAX,
+    samples=(
+        Sample(("f32[3,63]",)),
+        Sample(("bf16[5,7]",), {"axis": 0}),
+        Sample(("bf16[16384,4096]",), slow=True),
+    ),
+    diff=(),
+    tol=TOL,
+    cost=argmax_cost,
+    partitioning=reductions.PARTITIONING,
+)
+"""Where along an axis the largest element is."""
+
+DROPOUT = Op(
+    fn=dropouts.dropout,
+    reference=dropout_reference,
+    implementations=dropouts.DROPOUT,
+    samples=(
+        Sample(("f32[3,63]", "u32[2]"), {"rate": 0.25}),
+        Sample(("bf16[2,3,64]", "u32[2]"), {"rate": 0.5}),
+        Sample(("f16[7]", "u32[2]"), {"rate": 0.0}),
+        Sample(("bf16[16384,4096]", "u32[2]"), {"rate": 0.1}, slow=True),
+    ),
+    diff=(0,),
+    tol=TOL,
+    cost=dropout_cost,
+    partitioning=dropouts.PARTITIONING,
+)
+"""Dropout by a counter."""

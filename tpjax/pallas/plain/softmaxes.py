@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions `softmax` and `log_softmax`: checks, then dispatch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float
+
+from tpjax.core.errors import message
+from tpjax.core.operator import Implementation, Partitioning
+from tpjax.core.softmaxes import log_softmax_reference, softmax_reference
+from tpjax.pallas import dispatch
+from tpjax.pallas.plain import door
+
+
+def _keeping_x(reference: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns the reference; its backward pass keeps its arguments alone."""
+
+    def run(x: Array, mask: Array | None, **options: Any) -> Array:
+        form = jax.checkpoint(lambda x, mask: reference(x, mask, **options), prevent_cse=False)
+        return form(x, mask)
+
+    return run
+
+
+SOFTMAX = (Implementation("xla", _keeping_x(softmax_reference)),)
+LOG_SOFTMAX = (Implementation("xla", _keeping_x(log_softmax_reference)),)
+PARTITIONING = Partitioning(inputs=("RD", "RD"), outputs=("RD",), sharded="R")
+
+
+def softmax(
+    x: Float[Array, "*S"],
+    mask: Bool[Array, "*M"] | None = None,
+    *,
+    axis: int = -1,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "*S"]:
+    """Returns exp(x) over its sum along the axis, of what the mask shows.
+
+    What the mask hides is 0, also all of a row that sees nothing; it has no gradient. Everything is
+    float32 (float64 for float64 x), rounded once. A long row is read once for both its maximum and
+    its sum.
+
+    Args:
+      x: bfloat16, float16, float32 or float64, of any shape.
+      mask: booleans, True where visible, of a shape that broadcasts to that of `x`.
+      axis: along which it sums to 1.
+      softcap: a positive bound; x is replaced by softcap tanh(x / softcap) before.
+      implementation: "xla"; None chooses.
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Raises:
+      ValueError: a wrong shape or value.
+      TypeError: a wrong dtype or kind.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> softmax(jnp.array([1.0, 1.0, 9.0]), jnp.array([True, True, False])).tolist()
+      [0.5, 0.5, 0.0]
+
+    Source: Milakov and Gimelshein 2018 (online softmax).
+    """
+    return _call("softmax", SOFTMAX, x, mask, axis, softcap, implementation)
+
+
+def log_softmax(
+    x: Float[Array, "*S"],
+    mask: Bool[Array, "*M"] | None = None,
+    *,
+    axis: int = -1,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "*S"]:
+    """Returns x less the logarithm of the sum of exp(x) along the axis, of what the mask shows.
+
+    What the mask hides is minus infinity; it has no gradient. Otherwise as `softmax`.
+
+    Args:
+      x: bfloat16, float16, float32 or float64, of any shape.
+      mask: booleans, True where visible, of a shape that broadcasts to that of `x`.
+      axis: along which its exponential sums to 1.
+      softcap: a positive bound; x is replaced by softcap tanh(x / softcap) before.
+      implementation: "xla"; None chooses.
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Raises:
+      ValueError: a wrong shape or value.
+      TypeError: a wrong dtype or kind.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> [round(float(p), 4) for p in log_softmax(jnp.array([1.0, 1.0]))]
+      [-0.6931, -0.6931]
+    """
+    return _call("log_softmax", LOG_SOFTMAX, x, mask, axis, softcap, implementation)
+
+
+def _call(
+    op: str, ways: Any, x: Any, mask: Any, axis: Any, softcap: Any, implementation: str | None
+) -> Array:
+    door.check_x(op, x)
+    if mask is not None:
+        if not isinstance(mask, jax.Array | np.ndarray) or mask.dtype != np.bool_:
+            got = getattr(mask, "dtype", type(mask).__name__)
+            raise TypeError(message(op, "mask", "an array of booleans", got, "True is visible."))
+        fits = mask.ndim <= x.ndim and all(
+            have in (1, want) for have, want in zip(mask.shape[::-1], x.shape[::-1], strict=False)
+        )
+        if not fits:
+            must = f"of a shape that broadcasts to {x.shape}"
+            raise ValueError(message(op, "mask", must, f"shape {mask.shape}"))
+        mask = mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
+    options = {"axis": door.axis_of(op, axis, x.ndim), "softcap": None}
+    if softcap is not None:
+        options["softcap"] = door.finite(op, "softcap", softcap)
+        if options["softcap"] <= 0:
+            raise ValueError(message(op, "softcap", "positive", softcap, "Leave it out for none."))
+    if not x.size:
+        return x
+    return dispatch.call(op, ways, {"x": x, "mask": mask}, options, implementation, PARTITIONING)
