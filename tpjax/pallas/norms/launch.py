@@ -132,7 +132,8 @@ class _Block(NamedTuple):
     group: Any
     share: Share
     zero: Any
-    """0; where there are several copies or groups, one that the compiler does not see."""
+    """0; where there are several copies or groups, or buffers of several dtypes, for which there is
+    no swizzle but a long search, one that the compiler does not see."""
 
     def rows(self, ref: Any) -> Rows:
         """Returns the rows of an array [V, R, G, N, C] that are for this copy and group."""
@@ -144,11 +145,12 @@ class _Block(NamedTuple):
         return ref.at[self.copy if copies > 1 else 0, self.group if groups > 1 else 0]
 
 
-def _block(copies: int, groups: int, blocks: int) -> _Block:
+def _block(job: Sweep, copies: int, groups: int, blocks: int) -> _Block:
     """Returns the work of this block: neighbours take the groups of the same rows."""
     block = lax.axis_index("block")
     group, index = lax.rem(block, groups), lax.div(block, groups)
-    zero = 0 if copies == groups == 1 else lax.div(block, copies * groups * blocks)
+    swizzled = copies == groups == 1 and not job.more_buffers
+    zero = 0 if swizzled else lax.div(block, copies * groups * blocks)
     return _Block(lax.div(index, blocks), group, Share(lax.rem(index, blocks), blocks), zero)
 
 
@@ -196,7 +198,7 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
     num_slots, blocks = occupancy(tile, copies * groups, rows, slot_bytes, job.config)
 
     def body(*refs: Any) -> None:
-        _body(job, _block(copies, groups, blocks), len(numbers), refs)
+        _body(job, _block(job, copies, groups, blocks), len(numbers), refs)
 
     views = [tile.view(x) for x in (*arrays, *vectors)]
     out = [jax.ShapeDtypeStruct(views[0].shape, dtypes[slot]) for slot in job.results]

@@ -93,7 +93,7 @@ class Tile:
 
     def store(self, ref: Any, value: Array) -> None:
         """Rounds a tile to the dtype of the buffer in shared memory and puts it there."""
-        ref[...] = value.astype(ref.dtype)
+        _store(ref, value.astype(ref.dtype))
 
     def load_vector(self, ref: Any) -> Array:
         """Returns a vector [N, C] in device memory, spread over the rows, in float32."""
