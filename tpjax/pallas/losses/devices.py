@@ -65,7 +65,8 @@ def over_devices(
         out_specs=(PartitionSpec(), specs[2], specs[2]),
         axis_names=set(axes),
     )
-    return split(*(_resharded(x, s, explicit) for x, s in zip(operands, specs, strict=True)))
+    wanted = [[splits.get(n, ()) for n in dims] for dims in names]
+    return split(*(_resharded(x, w, explicit) for x, w in zip(operands, wanted, strict=True)))
 
 
 def vary(operands: Any, columns: Any) -> list[Array]:
@@ -103,12 +104,12 @@ def _check_divides(columns: int, mesh_axis: str) -> None:
         raise ValueError(message(OP, "head", must, f"{columns} columns", remedy))
 
 
-def _resharded(x: Any, spec: PartitionSpec, explicit: set[str]) -> Any:
-    """Returns the array split as the spec says, as far as explicit axes go."""
+def _resharded(x: Any, splits: list[tuple[str, ...]], explicit: set[str]) -> Any:
+    """Returns the array split over those of the mesh axes that are explicit."""
     if not explicit:
         return x
-    wanted = [tuple(a for a in (entry or ()) if a in explicit) or None for entry in spec]
-    return jax.sharding.reshard(x, PartitionSpec(*wanted))
+    spec = (tuple(a for a in axes if a in explicit) or None for axes in splits)
+    return jax.sharding.reshard(x, PartitionSpec(*spec))
 
 
 def outer_devices(mesh_axis: str | None) -> int:

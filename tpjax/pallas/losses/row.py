@@ -50,10 +50,11 @@ LINEAR_CROSS_ENTROPY = Op(
             {"label_smoothing": 0.1, "z_loss": 1e-2, "reduction": "none", "return_lse": True},
         ),
         Sample(
-            ("bf16[200,128]", "bf16[300,128]", "i32[200]"),
+            ("bf16[150,128]", "bf16[320,128]", "i32[150]"),
             {"ignore_index": 3, "softcap": 20.0, "reduction": "sum", **EVERYTHING},
         ),
-        Sample(("f16[40,64]", "f32[257,64]", "i32[40]"), {"z_loss": 1e-3, "reduction": "none"}),
+        Sample(("f16[40,64]", "f32[192,64]", "i32[40]"), {"z_loss": 1e-3, "reduction": "none"}),
+        Sample(("bf16[63,40]", "bf16[257,40]", "i32[63]", "f32[63]"), {"reduction": "sum"}),
         Sample(("bf16[8192,4096]", "bf16[128256,4096]", "i32[8192]"), slow=True),
         Sample(("bf16[16384,2048]", "bf16[32000,2048]", "i32[16384]"), slow=True),
     ),

@@ -26,7 +26,7 @@ MAX_COLUMNS = 4096
 """Of a block: the more, the less often hidden's gradient is read and written."""
 SUM_BYTES = 0.15
 """For each logit, that the sum of hidden's gradient may take."""
-BYTES = 0.24
+BYTES = 0.29
 """For each logit, that a block may take with that sum and what is done of hidden's gradient."""
 MIN_BLOCK_BYTES = 1 << 24
 """What a block may take in any case: its gradient, and its columns of the head and of its."""

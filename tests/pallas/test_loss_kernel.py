@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy's kernels: in the interpreter, lowered for a GPU, and on one under `-m gpu`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tpjax
+from tests.harness import assert_close, inputs
+from tests.pallas.test_loss import check, plain
+from tpjax.core.errors import UnsupportedError
+from tpjax.pallas import linear_cross_entropy
+from tpjax.pallas.losses import logit_kernel, one_pass, two_pass
+from tpjax.pallas.losses.logit_kernel import CONFIGS, Job, Operands
+from tpjax.pallas.tuning import Request, trying
+
+SPLIT = jax.ShapeDtypeStruct((136,), jnp.float32)
+
+
+def operands(tokens=136, features=64, vocab=192, dtype="bf16"):
+    """Returns hidden, head [V, D], labels of which a few are ignored (-100), and weights."""
+    labels = inputs(f"i32[{tokens}]", 2, vocab)
+    labels = jnp.where(jnp.arange(tokens) % 5 == 3, -100, labels)
+    head = (inputs(f"f32[{vocab},{features}]", 1) * 0.3).astype(dtype.replace("bf", "bfloat"))
+    return inputs(f"{dtype}[{tokens},{features}]", 0), head, labels, inputs(f"f32[{tokens}]", 3)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Cuts tokens and vocabulary into several blocks, of which one is odd."""
+    monkeypatch.setattr(one_pass, "block_size", lambda tokens, columns: 96)
+    monkeypatch.setattr(two_pass, "num_parts", lambda features, columns: 2)
+    monkeypatch.setattr(two_pass, "block_columns", lambda *sizes: 128)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("form", ["one_pass", "two_pass"])
+def test_blocks(form, small_blocks):
+    """Several blocks of tokens, or parts of them and blocks of columns; a head [D, V]."""
+    hidden, head, labels, weights = operands()
+    options = {"vocab_axis": 1, "label_smoothing": 0.1, "z_loss": 1e-2, "implementation": "pallas"}
+    with tpjax.use(interpret=True):
+        check((hidden, head.T, labels, weights), 6e-3, form=form, **options)
+
+
+def test_far_guess(monkeypatch):
+    """A logit far above those that the guess has seen: the block is done again."""
+    hidden, head, labels, weights = operands(64)
+    monkeypatch.setattr(one_pass, "SAMPLE", 96)  # every other column
+    head = head.at[187].multiply(60)
+    logits = hidden.astype(jnp.float32) @ head.T.astype(jnp.float32)
+    guess = logits[:, ::2].max(1)
+    assert (logits.max(1) - guess).max() * logit_kernel.LOG2E > one_pass.MOST_LOG2
+    with tpjax.use(interpret=True):
+        check((hidden, head, labels, weights), 6e-3, form="one_pass", implementation="pallas")
+
+
+def shapes(tokens, features, vocab, vocab_axis=0, dtype=jnp.bfloat16):
+    """Returns hidden, head and labels without values."""
+    head = (features, vocab) if vocab_axis else (vocab, features)
+    hidden = jax.ShapeDtypeStruct((tokens, features), dtype)
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    return hidden, jax.ShapeDtypeStruct(head, dtype), labels
+
+
+LOWERED = [("sums", CONFIGS[0]), ("weights", CONFIGS[0]), *(("gradient", c) for c in CONFIGS)]
+
+
+@pytest.mark.parametrize(("kind", "config"), LOWERED, ids=str)
+def test_kernels_lower(kind, config):
+    """Every kernel, and every config, is legal on a GPU."""
+    count = {"sums": 0, "weights": 1, "gradient": 4}[kind]
+    job = Job(kind, 0, 30.0, True, config, False)
+    given = (*shapes(136, 64, 320), *[SPLIT] * count)
+
+    def run(hidden, head, labels, *vectors):
+        return logit_kernel.run(job, Operands(hidden, head, labels, vectors))
+
+    with tpjax.use(platform="cuda"):
+        text = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"cross_entropy_{kind}" in text
+
+
+REFUSALS = (
+    (shapes(8, 64, 320, dtype=jnp.float32), {}, "hidden must be of dtype bfloat16"),
+    (shapes(8, 64, 320, dtype=jnp.float16), {}, "of dtype bfloat16 in one pass"),
+    (shapes(8, 40, 320), {}, "a multiple of 64 features; it has 40"),
+    (shapes(8, 64, 257), {}, "a multiple of 64; it has 257"),
+    (shapes(8, 64, 320), {"softcap": 3.0, "label_smoothing": 0.1}, "smoothed labels"),
+)
+
+
+@pytest.mark.parametrize(("given", "options", "reason"), REFUSALS, ids=lambda x: str(x)[-20:])
+def test_refusals(given, options, reason):
+    """What the kernels do not run is refused with the reason."""
+    call = partial(linear_cross_entropy, implementation="pallas", **options)
+    with tpjax.use(platform="cuda"), pytest.raises(UnsupportedError, match=reason):
+        jax.eval_shape(call, *given)
+
+
+GPU_SHAPES = ((1000, 512, 4032), (1031, 1024, 8192), (4096, 2048, 32000))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_gpu_shapes(form, shape, vocab_axis):
+    """Real sizes, both layouts, beside the reference in float64; equal bits again."""
+    hidden, head, labels, weights = operands(*shape)
+    head = (head * 0.1).astype(head.dtype)
+    given = (hidden, head.T if vocab_axis else head, labels, weights)
+    options = {"vocab_axis": vocab_axis, "z_loss": 1e-3, "implementation": "pallas"}
+    check(given, 6e-3, form=form, **options)
+    run = jax.jit(jax.grad(partial(linear_cross_entropy, form=form, **options), (0, 1)))
+    assert_close("again", run(*given), run(*given), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_gpu_configs(config):
+    """A config changes no more than the speed."""
+    hidden, head, labels, weights = operands(1000, 512, 4032)
+    for form in ("one_pass", "two_pass"):
+        request = Request("linear_cross_entropy", (1000, 512, 4032, form), CONFIGS)
+        with trying(request, config):
+            check((hidden, head, labels, weights), 6e-3, form=form, implementation="pallas")
+        jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "share"), [("one_pass", 4), ("two_pass", 20)])
+def test_gpu_memory(form, share):
+    """Temporaries, one float32 gradient of the head aside in one pass, beside logits in full."""
+    given = shapes(8192, 4096, 128256)
+
+    def taken(fn):
+        compiled = jax.jit(jax.value_and_grad(fn, (0, 1))).lower(*given).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    head_bytes = 4 * 128256 * 4096 if form == "one_pass" else 0
+    ours = taken(partial(linear_cross_entropy, form=form, implementation="pallas"))
+    assert ours - head_bytes <= taken(plain) / share
