@@ -20,9 +20,9 @@ from tpjax.core.operator import Sample, parse_spec
 from tpjax.pallas import matmul
 from tpjax.pallas.products.config import CONFIGS, worth_trying
 from tpjax.pallas.products.finishes import Affine, Gated, Plain, ProductPull
+from tpjax.pallas.products.grouped import product
 from tpjax.pallas.products.kernel import Job, staging_for
 from tpjax.pallas.products.mainloop import Config, Tiles
-from tpjax.pallas.products.product import product
 from tpjax.pallas.products.rows import MATMUL
 
 A, B = jnp.ones((4, 6)), jnp.ones((6, 8))

@@ -6,8 +6,8 @@ import math
 
 from tpjax.core.operator import Key
 from tpjax.pallas._mgpu import num_sms
+from tpjax.pallas.products.grouped import TMA_COLUMNS
 from tpjax.pallas.products.mainloop import Config
-from tpjax.pallas.products.product import TMA_COLUMNS
 from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16")

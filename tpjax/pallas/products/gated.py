@@ -29,10 +29,10 @@ from jax import Array
 
 from tpjax.pallas import dispatch
 from tpjax.pallas.products.finishes import Gated, GatedPull, Plain, ProductPull
+from tpjax.pallas.products.grouped import product
 from tpjax.pallas.products.kernel import Job
 from tpjax.pallas.products.mainloop import Config
 from tpjax.pallas.products.plain import Launcher
-from tpjax.pallas.products.product import product
 
 
 class _Operands(NamedTuple):

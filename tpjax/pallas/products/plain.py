@@ -24,9 +24,9 @@ from tpjax.core.products import ACTIVATIONS
 from tpjax.pallas import dispatch
 from tpjax.pallas.products.config import chosen
 from tpjax.pallas.products.finishes import Affine, Plain
+from tpjax.pallas.products.grouped import product
 from tpjax.pallas.products.kernel import Finish, Job
 from tpjax.pallas.products.mainloop import Config
-from tpjax.pallas.products.product import product
 
 
 class Launcher(NamedTuple):
