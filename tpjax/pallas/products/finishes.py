@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from tpjax.core.products import activations
 from tpjax.pallas.products.kernel import Finish, Panel
@@ -29,7 +29,8 @@ def _erf(x: Array) -> Array:
 
 
 def _sigmoid(x: Array) -> Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
+    """Returns 1 / (1 + exp(-x)), by a root: a division would be guarded against large divisors."""
+    return jnp.square(lax.rsqrt(1.0 + jnp.exp(-x)))
 
 
 _ACTIVATIONS = activations(_sigmoid, _erf)
