@@ -72,7 +72,7 @@ def enlarged(op: Op, sample: Sample, often: int = 4) -> Sample:
         )
         specs.append(f"{spec.split('[')[0]}[{','.join(map(str, longer))}]")
     first = len(sample.arrays)
-    named = dict(zip(sample.named, specs[first:], strict=True))
+    named = dict(zip(sample.named, map(str, specs[first:]), strict=True))
     return replace(sample, arrays=tuple(specs[:first]), named=named)
 
 
@@ -93,13 +93,14 @@ def cases_of(op: Op, samples: Iterable[Sample]) -> Iterator[Case]:
                     first.setdefault(name[0], name)
         found = list(first.values())
         if found and found[0] in dims[in_order[0]]:
-            several = dict(zip(found, ((axis,) for axis in AXES), strict=False))
+            one: Assigned = {found[0]: AXES}
+            several: Assigned = dict(zip(found, ((axis,) for axis in AXES), strict=False))
             for kind, splits in (
-                (AxisType.Auto, {found[0]: AXES}),
-                (AxisType.Explicit, several if found[1:] else {found[0]: AXES}),
+                (AxisType.Auto, one),
+                (AxisType.Explicit, several if found[1:] else one),
             ):
                 for group in op.partitioning.alike:
-                    splits |= {n: splits[m] for m in group for n in group if m in splits}
+                    splits = splits | {n: splits[m] for m in group for n in group if m in splits}
                 yield Case(op, enlarged(op, sample), kind, splits)
             return
 
@@ -157,7 +158,7 @@ def collectives(case: Case) -> dict[str, int]:
         got = compiled(*given)
     tol = 4 * checks.tolerance(op, sample)  # sums over devices are taken in another order
     assert_close(str(case), jax.device_get(got), want, tol)
-    return count_collectives(compiled.as_text())
+    return count_collectives(compiled.as_text() or "")
 
 
 @contextmanager
