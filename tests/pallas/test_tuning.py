@@ -66,6 +66,14 @@ def test_the_fastest_is_kept_and_taken(store):
     assert ask() is norms.CONFIGS[0]
 
 
+def test_what_is_as_fast_as_the_preferred_config_does_not_replace_it(store):
+    """Half a percent is noise, five are not."""
+    assert tuned(REQUEST, [3.0, 4.0, 2.99], store)[0].ms == 3.0
+    assert ask() is norms.CONFIGS[0]
+    assert tuned(REQUEST, [3.0, 4.0, 2.85], store)[0].ms == 2.85
+    assert ask() is norms.CONFIGS[2]
+
+
 def test_another_device_jax_or_kernel_was_not_measured(store, monkeypatch):
     tuned(REQUEST, list(TIMES), store)
     for where, name, value in (

@@ -76,6 +76,8 @@ def _stored(kind: str, request: Request) -> Any:
         return None
 
 
+NOISE = 1.01
+"""Times this close are the same: of such configs the one that kernels prefer unmeasured is kept."""
 SHIPPED = Path(__file__).with_name("tuned.json")
 """Configs by device kind, operator and shapes, measured before a release."""
 
@@ -129,7 +131,9 @@ def trying(request: Request, config: Any) -> Iterator[None]:
 def tune(
     request: Request, measure: Callable[[], float | None], store: stores.Store | None
 ) -> tuple[Measured, ...]:
-    """Measures every config of the request and keeps the fastest; returns all, fastest first.
+    """Measures every config of the request and keeps the best; returns all, the best first.
+
+    That is the fastest, or one that comes before it in the request and is as fast within `NOISE`.
 
     Args:
       request: what a kernel asked for on this device.
@@ -140,7 +144,10 @@ def tune(
     for config in request.configs:
         with trying(request, config):
             found.append(Measured(config, measure()))
-    found.sort(key=lambda m: float("inf") if m.ms is None else m.ms)
+    times = [float("inf") if m.ms is None else m.ms for m in found]
+    best = next((i for i, ms in enumerate(times) if ms <= NOISE * min(times)), 0)
+    order = sorted(range(len(found)), key=lambda i: (i != best, times[i]))
+    found = [found[i] for i in order]
     kind = _device_kind()
     if store is None and found and found[0].ms is not None:
         record(request, found[0].config)

@@ -168,10 +168,23 @@ def _query_sums(walk: _QueryWalk, steps: Array, lines: Lines | None) -> tuple[Ar
     return lax.fori_loop(whole, steps, at_edge, sums) if ends_left else sums
 
 
+def _store_lines(lines: Lines, refs: Any, buffers: list[Any], place: Any) -> None:
+    """Copies lines to global memory through buffers, of which there are fewer."""
+    pairs = list(zip(jax.tree.leaves(lines), jax.tree.leaves(refs), strict=True))
+    for first in range(0, len(pairs), len(buffers)):
+        taken = list(zip(pairs[first : first + len(buffers)], buffers, strict=False))
+        for (x, _), buffer in taken:
+            buffer[...] = x
+        plgpu.commit_smem()
+        for (_, ref), buffer in taken:
+            plgpu.copy_smem_to_gmem(buffer, ref.at[place])
+        plgpu.wait_smem_to_gmem(0)
+
+
 def _query_kernel(
     q_ref, k_ref, v_ref, cotangents: Cotangents, extras: Extras, spans, dq_ref,
-    line_refs: Lines | None, q_smem, do_smem, lse_smem, delta_smem, lines_smem: Lines | None,
-    k_smem, ids_smem, v_smem, own_ready, k_ready, k_free,
+    line_refs: Lines | None, q_smem, do_smem, lse_smem, delta_smem, k_smem, ids_smem, v_smem,
+    own_ready, k_ready, k_free,
     v_ready, v_free, *, facts: TileFacts,
 ):  # fmt: skip
     """dquery of 64 rows for each worker; keys and values stream through rings."""
@@ -206,15 +219,10 @@ def _query_kernel(
         walk.await_blocks(jnp.int32(0))
         dq, row_sums = _query_sums(walk, steps, line_refs)
         query[...] = (dq * facts.plan.scale).astype(query.dtype)
-        stores = [(query, dq_ref.at[rows])]
-        if row_sums is not None:
-            lines = map(jax.tree.leaves, (row_sums.lines(delta), line_refs, lines_smem))
-            for x, ref, smem in zip(*lines, strict=True):
-                smem.at[worker][...] = x
-                stores.append((smem.at[worker], ref.at[line]))
         plgpu.commit_smem()
-        for smem, target in stores:
-            plgpu.copy_smem_to_gmem(smem, target)
+        plgpu.copy_smem_to_gmem(query, dq_ref.at[rows])
+        if row_sums is not None:
+            _store_lines(row_sums.lines(delta), line_refs, own_lines, line)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(worker == workers)
@@ -265,7 +273,6 @@ def query_gradient(
         row_tile((workers, ROWS, features), dtype),
         row_tile((workers, ROWS, value_features), dtype),
         *(plgpu.SMEM((workers, ROWS), jnp.float32) for _ in ("lse", "delta")),
-        lines_of(plgpu.SMEM((workers, ROWS), jnp.float32)),
         row_tile((stages, block, features), dtype),
         plgpu.SMEM((stages, block), jnp.int32) if has_ids else None,
         row_tile((value_stages, block, value_features), dtype),
