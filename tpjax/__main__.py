@@ -105,8 +105,9 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--samples",
         metavar="WORDS",
-        help="production, small, all, or text that a sample holds, such as bf16[16384; if absent, "
-        "production shapes on a GPU and small ones elsewhere",
+        action="append",
+        help="production, small, all, or text that a sample holds, such as bf16[16384; may be given "
+        "several times; if absent, production shapes on a GPU and small ones elsewhere",
     )
     bench.add_argument("--groups", metavar="N", type=int, help="groups of calls a program is timed")
     bench.add_argument("--json", metavar="FILE", help="write all that was found as JSON")

@@ -37,7 +37,7 @@ def run_command(options: argparse.Namespace) -> list[str]:
     if not any(choose(sample) for op in ops for sample in op.samples):
         raise ValueError(
             f"bench: --samples must be production, small, all or text of a sample; "
-            f"got {options.samples!r}. `python -m tpjax bench --samples all` shows all samples."
+            f"got {' '.join(options.samples or ())!r}. `python -m tpjax bench --samples all` shows all samples."
         )
     groups = GROUPS if options.groups is None else options.groups
     if groups < FEWEST_GROUPS:
@@ -47,7 +47,7 @@ def run_command(options: argparse.Namespace) -> list[str]:
         )
     if options.tune is not None or options.record:
         store = None if options.tune is None else Store(Path(options.tune).expanduser())
-        words = "production" if options.samples is None else options.samples
+        words = ["production"] if options.samples is None else options.samples
         for op in ops:
             for line in tune_op(op, store, choose=by_words(words)):
                 print(line, flush=True)

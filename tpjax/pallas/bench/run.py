@@ -29,21 +29,25 @@ from tpjax.pallas.bench.programs import (
 from tpjax.pallas.bench.results import WRONG, Measured
 
 
-def by_words(words: str | None = None) -> Callable[[Sample], bool]:
+def by_words(words: Sequence[str] | None = None) -> Callable[[Sample], bool]:
     """Returns what says of a sample whether it is measured.
 
     Args:
-      words: "production" shapes, "small" ones, "all", or text that the sample as printed holds.
-        None: production shapes on a GPU, small ones elsewhere.
+      words: "production" shapes, "small" ones, "all", or text that the sample as printed holds; one
+        that fits is enough. None: production shapes on a GPU, small ones elsewhere.
     """
     if words is None:
-        words = "small" if jax.default_backend() == "cpu" else "production"
+        words = ("small",) if jax.default_backend() == "cpu" else ("production",)
     known: dict[str, Callable[[Sample], bool]] = {
         "production": lambda sample: sample.slow,
         "small": lambda sample: not sample.slow,
         "all": lambda sample: True,
     }
-    return known.get(words, lambda sample: words in str(sample))
+
+    def fits(word: str, sample: Sample) -> bool:
+        return known[word](sample) if word in known else word in str(sample)
+
+    return lambda sample: any(fits(word, sample) for word in words)
 
 
 def measure(
