@@ -106,8 +106,8 @@ def _add_bench(commands: Any) -> None:
         "--samples",
         metavar="WORDS",
         action="append",
-        help="production, small, all, or text that a sample holds, such as bf16[16384; may be given "
-        "several times; if absent, production shapes on a GPU and small ones elsewhere",
+        help="production, small, all, or text that a sample holds, such as bf16[16384; may be "
+        "given several times; if absent, production shapes on a GPU and small ones elsewhere",
     )
     bench.add_argument("--groups", metavar="N", type=int, help="groups of calls a program is timed")
     bench.add_argument("--json", metavar="FILE", help="write all that was found as JSON")

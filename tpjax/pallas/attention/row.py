@@ -34,6 +34,8 @@ def attention_cost(
 ) -> Cost:
     """Returns the cost of a call: two products over visible scores, one move of each array.
 
+    The gradients take five such products: one of the two is taken again.
+
     What hides scores by values that are not known, as a mask does, is taken to hide none; a prefix
     that is not known is taken to be empty.
     """
@@ -57,7 +59,8 @@ def attention_cost(
     out = jax.ShapeDtypeStruct((*row.shape, width), query.dtype)
     arrays = (query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths)
     arrays += (prefix_lengths, *(x for x in others.values() if hasattr(x, "shape")))
-    return Cost(flops, nbytes((*arrays, out, *[row] * (return_lse + return_max))))
+    moved = nbytes((*arrays, out, *[row] * (return_lse + return_max)))
+    return Cost(flops, moved, backward_flops=2.5 * flops)
 
 
 def _known(lengths: Any, otherwise: int) -> Any:

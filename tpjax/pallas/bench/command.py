@@ -35,10 +35,7 @@ def run_command(options: argparse.Namespace) -> list[str]:
     ops = _named(options.op)
     choose = by_words(options.samples)
     if not any(choose(sample) for op in ops for sample in op.samples):
-        raise ValueError(
-            f"bench: --samples must be production, small, all or text of a sample; "
-            f"got {' '.join(options.samples or ())!r}. `python -m tpjax bench --samples all` shows all samples."
-        )
+        raise ValueError(_no_sample(ops, options.samples or ()))
     groups = GROUPS if options.groups is None else options.groups
     if groups < FEWEST_GROUPS:
         raise ValueError(
@@ -68,6 +65,16 @@ def _named(names: Sequence[str]) -> list[Op]:
         if name not in known:
             raise ValueError(f"bench: unknown operator {name!r}. {did_you_mean(name, known)}")
     return [known[name] for name in dict.fromkeys(names)] or [*OPS]
+
+
+def _no_sample(ops: Sequence[Op], words: Sequence[str]) -> str:
+    got = " ".join(map(repr, words)) or "none, and this machine's"
+    shown = "Name an operator to see its samples."
+    if len(ops) == 1:
+        shown = f"Samples of {ops[0].name}: {'; '.join(map(str, ops[0].samples))}."
+    return (
+        f"bench: --samples must be production, small, all or text of a sample; got {got}. {shown}"
+    )
 
 
 def _check_files(options: argparse.Namespace) -> None:
