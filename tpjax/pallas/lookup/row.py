@@ -12,12 +12,17 @@ from tpjax.pallas.lookup.entry import embedding
 
 
 def embedding_cost(table: Any, ids: Any, **options: Any) -> Cost:
-    """Returns the cost of one forward call: a move for each element, of the rows that are named."""
+    """Returns the cost of a call: a move for each element, of the rows that are named.
+
+    The gradient adds what comes back for each, and writes the whole table.
+    """
     del options
     count, features = math.prod(ids.shape), table.shape[1]
     read = min(count, table.shape[0]) * features * table.dtype.itemsize
     written = count * features * table.dtype.itemsize
-    return Cost(float(count * features), read + written + count * ids.dtype.itemsize)
+    places, whole = count * ids.dtype.itemsize, table.shape[0] * features * table.dtype.itemsize
+    adds = float(count * features)
+    return Cost(adds, read + written + places, adds, written + places + whole)
 
 
 EMBEDDING = Op(

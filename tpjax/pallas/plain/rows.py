@@ -37,7 +37,8 @@ def argmax_cost(x: Any, **options: Any) -> Cost:
 def dropout_cost(x: Any, seed: Any, **options: Any) -> Cost:
     """Returns the cost of one forward call: a product an element, x read and written once."""
     del options
-    return Cost(float(math.prod(x.shape)), nbytes((x, seed, x)))
+    flops, moved = float(math.prod(x.shape)), nbytes((x, seed, x))
+    return Cost(flops, moved, flops, moved)  # the same mask again; x itself is not looked at
 
 
 SOFTMAX = Op(

@@ -19,7 +19,8 @@ def rotary_embedding_cost(
 ) -> Cost:
     """Returns the cost of one forward call: 3 operations an element, x read and written once."""
     del options
-    return Cost(3.0 * math.prod(x.shape), nbytes((x, positions, frequencies, x)))
+    flops, moved = 3.0 * math.prod(x.shape), nbytes((x, positions, frequencies, x))
+    return Cost(flops, moved, flops, moved)  # turned back; x itself is not looked at
 
 
 def rms_norm_rope_cost(
