@@ -143,7 +143,7 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
             plgpu.copy_gmem_to_smem(rows, angle_slots.at[slot], barrier.at[slot])
 
         def step(slot: Any, sums: list[Array]) -> list[Array]:
-            cuts = [[b.at[slot, 0, :, :, 0] for b in buffers] for buffers in slots]
+            cuts = [[b.at[slot, 0] for b in buffers] for buffers in slots]
             return job.step(spread, cuts, angle_slots.at[slot, 0], sums)
 
         def store(at: Any, slot: Any) -> None:
@@ -170,7 +170,7 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
             *[buffer] * (num_arrays * num_cuts),
             plgpu.SMEM((num_slots, 1, tile.tokens, num_angles, width), jnp.float32),
             plgpu.Barrier(num_arrivals=num_arrays * num_cuts + 1, num_barriers=num_slots),
-            *[plgpu.SMEM((num_parts, *tile.unit, width), jnp.float32)] * job.with_sums,
+            *[plgpu.SMEM((num_parts, *tile.unit, 1, width), jnp.float32)] * job.with_sums,
         ],
         interpret=_mgpu.interpret_params(job.interpret),
         kernel_name=job.name,

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads in shared memory and registers: how a tile of tokens and heads is dealt to a warpgroup.
 
-A tile is r tokens and h heads. Shared memory holds their features in cuts [r, h, W] of neighbouring
-columns, each contiguous; registers in parts [r, h, W] of float32, which a head's pairs divide
-evenly into:
+A tile is r tokens and h heads. Shared memory holds their features in cuts [r, h, 1, W] of
+neighbouring columns, each contiguous; registers in parts [r, h, 1, W] of float32, which a head's
+pairs divide evenly into. (The axis of 1 keeps Mosaic from swizzling a cut: copies cannot.)
 
     half         a column is a feature, a cut is a part; cut i turns with cut i + F / W
     interleaved  a column is a 32-bit word of two 16-bit features, a pair; a cut is two parts, the
@@ -17,8 +17,10 @@ same ones: a sum over its features is shuffles, and the two features of a pair m
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -123,9 +125,9 @@ class Tile:
         rows = LANES // self.head.lanes  # of one warp: heads of one token first
         lane_heads = min(unit_heads, rows)
         chunk = self.head.lanes * VECTOR
-        inner = rows // lane_heads, lane_heads, chunk
-        tiles = ((unit_tokens, unit_heads, chunk), inner, (1, 1, VECTOR))
-        return _mgpu.tiled_layout(tiles, warp_dims=(-9, -8), lane_dims=(-6, -5, -4))
+        inner = rows // lane_heads, lane_heads, 1, chunk
+        tiles = ((unit_tokens, unit_heads, 1, chunk), inner, (1, 1, 1, VECTOR))
+        return _mgpu.tiled_layout(tiles, warp_dims=(-12, -11), lane_dims=(-8, -7, -5))
 
     def load(self, cuts: Sequence[Any], dtype: Any) -> list[Array]:
         """Returns the parts of a tile of the dtype, in float32."""
@@ -146,46 +148,46 @@ class Tile:
     def load_angles(self, ref: Any) -> list[tuple[Array, Array]]:
         """Returns cosine and sine for each pair of parts, from [r, 2F / W, W] in shared memory."""
         layout, count = self.layout.reduce(1), len(self.head.pairs)
+        rows = (ref.at[:, pl.ds(i, 1)] for i in range(2 * count))
         tables = [
-            self.spread(plgpu.load(ref.at[:, i], layout=layout, optimized=False), (0, 2))
-            for i in range(2 * count)
+            self.spread(plgpu.load(row, layout=layout, optimized=False), (0, 2, 3)) for row in rows
         ]
         return list(zip(tables[:count], tables[count:], strict=True))
 
     def load_vectors(self, ref: Any) -> list[Array]:
         """Returns vectors [parts, W] in device memory, each spread over tokens and heads."""
-        layout = self.layout.reduce((0, 1))
+        layout = self.layout.reduce((0, 1, 2))
         vectors = (
             plgpu.load(ref.at[i], layout=layout, optimized=False) for i in range(ref.shape[0])
         )
-        return [self.spread(v, (2,)) for v in vectors]
+        return [self.spread(v, (3,)) for v in vectors]
 
     def zeros(self) -> Array:
         """Returns zeros of the shape of a `folded` part."""
-        shape = (*self.unit, self.head.width)
+        shape = (*self.unit, 1, self.head.width)
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.layout)
 
     def mean(self, parts: Sequence[Array]) -> Array:
         """Returns the mean over the features of each head, spread over a part."""
         total = sum(parts[1:], start=parts[0])
-        sums = plgpu.layout_cast(total.sum(2), self.layout.reduce(2))
-        return self.spread(sums / self.head.features, (0, 1))
+        sums = plgpu.layout_cast(total.sum(3), self.layout.reduce(3))
+        return self.spread(sums / self.head.features, (0, 1, 2))
 
     def spread(self, x: Array, axes: tuple[int, ...]) -> Array:
         """Returns x broadcast to a part."""
-        shape = (self.tokens, self.heads, self.head.width)
+        shape = (self.tokens, self.heads, 1, self.head.width)
         return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), self.layout)
 
     def folded(self, x: Array) -> Array:
         """Returns the sum of a part's units: what a thread can add up by itself."""
         unit_tokens, unit_heads = self.unit
+        starts = product(range(0, self.tokens, unit_tokens), range(0, self.heads, unit_heads))
+        width = self.head.width
         units = [
-            plgpu.layout_cast(
-                lax.slice(x, (t, h, 0), (t + unit_tokens, h + unit_heads, x.shape[2])), self.layout
-            )
-            for t in range(0, self.tokens, unit_tokens)
-            for h in range(0, self.heads, unit_heads)
+            lax.slice(x, (t, h, 0, 0), (t + unit_tokens, h + unit_heads, 1, width))
+            for t, h in starts
         ]
+        units = [plgpu.layout_cast(unit, self.layout) for unit in units]
         while len(units) > 1:
             pairs = zip(units[::2], units[1::2], strict=False)
             units = [a + b for a, b in pairs] + units[len(units) // 2 * 2 :]
@@ -193,10 +195,10 @@ class Tile:
 
     def sum_of_unit(self, ref: Any) -> Array:
         """Returns the sum over tokens and heads of a unit in shared memory: [W]."""
-        layout = self.layout.reduce((0, 1))
-        total = plgpu.load(ref.at[0, 0], layout=layout, optimized=False)
+        layout = self.layout.reduce((0, 1, 2))
+        total = plgpu.load(ref.at[0, 0, 0], layout=layout, optimized=False)
         for token, head in list(np.ndindex(*self.unit))[1:]:
-            total = total + plgpu.load(ref.at[token, head], layout=layout, optimized=False)
+            total = total + plgpu.load(ref.at[token, head, 0], layout=layout, optimized=False)
         return total
 
 
