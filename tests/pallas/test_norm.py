@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norms' meaning: references against NumPy, the door, edges; kernels: `test_norm_kernel`."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -235,13 +236,16 @@ def test_kernel_refuses_with_the_reason():
     from tests.pallas.test_dispatch import chosen
 
     cases = [
-        (37, jnp.float32, "x must be a multiple of 8 features; it has 37"),
-        (65544, jnp.bfloat16, "at most 65536 features; it has 65544"),
-        (8 * 4099, jnp.bfloat16, "fit no warpgroup, and have no equal segments of 512 to 4096"),
+        (rms_norm, 37, jnp.float32, {}, "x must be a multiple of 8 features; it has 37"),
+        (rms_norm, 65544, jnp.bfloat16, {}, "at most 65536 features; it has 65544"),
+        (layer_norm, 8 * 4099, jnp.bfloat16, {}, "fit no warpgroup, and have no equal segments"),
+        (layer_norm, 96, jnp.float32, {"num_groups": 8}, "a group of the last axis of x must be"),
+        (rms_norm, 65536, jnp.float32, {"num_groups": 2}, "groups of 32768 float32 do not fit"),
+        (rms_norm_fp8, 65536, jnp.bfloat16, {}, "rows of 65536 bfloat16, quantised, do not fit"),
     ]
-    for features, dtype, reason in cases:
+    for norm, features, dtype, options, reason in cases:
         x = jax.ShapeDtypeStruct((2, features), dtype)
         with tpjax.use(platform="cuda"), pytest.warns(UserWarning, match=reason):
-            (choice,) = chosen(rms_norm, x)
+            (choice,) = chosen(partial(norm, **options), x)
         assert reason in choice.refused[0].reason
         assert choice.implementation == "xla"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -151,14 +152,15 @@ def per_lane_of(centred: bool) -> int:
     return MAX_PER_LANE_CENTRED if centred else MAX_PER_LANE
 
 
-def unsupported(key: Key, centred: bool) -> str | None:
+def unsupported(key: Key, *, centred: bool, quantises: bool = False) -> str | None:
     """Returns why the kernels cannot run the call, in words that follow "no kernel for this call:".
 
     Args:
       key: the call.
       centred: whether the mean is subtracted.
+      quantises: whether the result is float8_e4m3fn.
     """
-    operands, options = dict(key.operands), dict(key.options)
+    operands = dict(key.operands)
     for name in ("x", "residual"):
         aval = operands.get(name)
         if aval is not None and aval.dtype.name not in DTYPES:
@@ -166,27 +168,25 @@ def unsupported(key: Key, centred: bool) -> str | None:
     for name, aval in key.operands:
         if aval is not None and aval.dtype == np.float64:
             return f"{name} must not be float64, the statistics are float32"
-    x = key.aval("x")
-    groups = options.get("num_groups", 1)
+    x, residual = key.aval("x"), operands.get("residual")
+    groups: Any = dict(key.options).get("num_groups", 1)
     features = x.shape[-1] // groups
     what = "the last axis of x" if groups == 1 else "a group of the last axis of x"
     if features % FEATURES_STEP:
         return f"{what} must be a multiple of {FEATURES_STEP} features; it has {features}"
     if features > MAX_FEATURES:
         return f"{what} must have at most {MAX_FEATURES} features; it has {features}"
-    sizes = [x.dtype.itemsize]
-    if options.get("quantised"):
-        sizes += [1]
-        if tile_for(features, sizes, per_lane_of(centred), CONFIGS[0]) is None:
-            return f"rows of {features} {x.dtype.name} and float8_e4m3fn do not fit a warpgroup"
+    size = x.dtype.itemsize
+    buffers = [size, *([size] if residual is None else [residual.dtype.itemsize] * 2)]
+    if quantises:
+        buffers = [size, 1]
+    if tile_for(features, buffers, per_lane_of(centred), CONFIGS[0]) is not None:
         return None
-    residual = operands.get("residual")
-    sizes += [x.dtype.itemsize] if residual is None else [residual.dtype.itemsize] * 2
-    if tile_for(features, sizes, per_lane_of(centred), CONFIGS[0]) is not None:
-        return None
+    if quantises:
+        return f"rows of {features} {x.dtype.name}, quantised, do not fit a warpgroup"
     if groups > 1:
-        return f"groups of {features} {x.dtype.name} do not fit the registers of a warpgroup"
-    if segments(features, sizes) is None:
+        return f"groups of {features} {x.dtype.name} do not fit a warpgroup"
+    if segments(features, buffers) is None:
         return (
             f"rows of {features} {x.dtype.name} fit no warpgroup, and have no equal segments of "
             f"{MIN_SEGMENT} to {SEGMENT} features that do"

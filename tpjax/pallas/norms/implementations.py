@@ -107,25 +107,24 @@ def _fp8(
     return values, jnp.broadcast_to(wide, x.shape[:-1])
 
 
-def _ways(run: Any, centred: bool, xla: Callable[..., Any]) -> tuple[Implementation, ...]:
-    return (
-        Implementation(
-            "pallas",
-            run,
-            partial(sizes.unsupported, centred=centred),
-            platforms=("cuda",),
-            capabilities=("9.0",),
-        ),
-        Implementation("xla", xla),
-    )
+def _ways(
+    run: Any, xla: Callable[..., Any], *, centred: bool, quantises: bool = False
+) -> tuple[Implementation, ...]:
+    unsupported = partial(sizes.unsupported, centred=centred, quantises=quantises)
+    hopper: Any = {"platforms": ("cuda",), "capabilities": ("9.0",)}
+    return (Implementation("pallas", run, unsupported, **hopper), Implementation("xla", xla))
 
 
-RMS_NORM = _ways(rms_norm_pallas, False, _xla(core.rms_norm_reference))
-LAYER_NORM = _ways(layer_norm_pallas, True, _xla(core.layer_norm_reference))
-ADD_RMS_NORM = _ways(add_rms_norm_pallas, False, _xla_added(core.rms_norm_reference))
-ADD_LAYER_NORM = _ways(add_layer_norm_pallas, True, _xla_added(core.layer_norm_reference))
-RMS_NORM_FP8 = _ways(rms_norm_fp8_pallas, False, core.rms_norm_fp8_reference)
-LAYER_NORM_FP8 = _ways(layer_norm_fp8_pallas, True, core.layer_norm_fp8_reference)
+RMS_NORM = _ways(rms_norm_pallas, _xla(core.rms_norm_reference), centred=False)
+LAYER_NORM = _ways(layer_norm_pallas, _xla(core.layer_norm_reference), centred=True)
+ADD_RMS_NORM = _ways(add_rms_norm_pallas, _xla_added(core.rms_norm_reference), centred=False)
+ADD_LAYER_NORM = _ways(add_layer_norm_pallas, _xla_added(core.layer_norm_reference), centred=True)
+RMS_NORM_FP8 = _ways(
+    rms_norm_fp8_pallas, core.rms_norm_fp8_reference, centred=False, quantises=True
+)
+LAYER_NORM_FP8 = _ways(
+    layer_norm_fp8_pallas, core.layer_norm_fp8_reference, centred=True, quantises=True
+)
 
 
 def _split(vectors: int, *, rows: int = 1, outputs: tuple[str, ...] = ("RD",)) -> Partitioning:
