@@ -18,7 +18,8 @@ from tests.pallas import op_checks as checks
 from tpjax.core.operator import Sample
 from tpjax.core.products import ACTIVATIONS
 from tpjax.pallas import gated_linear_unit, gated_mlp
-from tpjax.pallas.products import finishes
+from tpjax.pallas.products import finishes, gated
+from tpjax.pallas.products.plain import Launcher
 from tpjax.pallas.products.rows import GATED_LINEAR_UNIT, GATED_MLP
 
 X, W, DOWN = jnp.ones((4, 6)), jnp.ones((6, 2, 8)), jnp.ones((8, 6))
@@ -84,6 +85,21 @@ def test_two_arrays_are_one():
     x, w, down = inputs("f32[5,6]", 0), inputs("f32[6,2,8]", 1), inputs("f32[8,6]", 2)
     got = gated_mlp(x, w[:, 0], down, w[:, 1], activation="gelu")
     assert_close("two", got, gated_mlp(x, w, down, activation="gelu"), 1e-6)
+
+
+def test_pull_of_many_tiles():
+    """What multiplies nothing goes over several tiles, the last ones not full."""
+    gate_up, dhidden = inputs("bf16[1,150,2,550]", 0), inputs("bf16[1,150,550]", 1)
+    options = gated._Options("swish", Launcher("gated_linear_unit", "races", None))
+    with tpjax.use(interpret="races"):
+        got = gated._pulled(gate_up, dhidden, options)
+
+    def forward(gate_up):
+        return jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+
+    wide = (x.astype(jnp.float32) for x in (gate_up, dhidden))
+    want = jax.vjp(forward, next(wide))[1](next(wide))[0]
+    assert_close("pull", got, want.astype(got.dtype), 6e-3)
 
 
 @pytest.mark.gpu
