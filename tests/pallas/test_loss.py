@@ -253,7 +253,7 @@ def test_derivatives(form, kind):
 def test_form_follows_memory():
     """One pass where what it holds is at most 4 GiB; a loss of each token takes two."""
     assert forms.form_of(8192, 4096, 128256, reduced=True) == "one_pass"
-    assert forms.form_of(8192, 16384, 128256, reduced=True) == "two_pass"
+    assert forms.form_of(65536, 16384, 128256, reduced=True) == "two_pass"
     assert forms.form_of(64, 16384, 128256, reduced=True) == "one_pass"  # one block
     assert forms.form_of(8, 8, 8, reduced=False) == "two_pass"
 

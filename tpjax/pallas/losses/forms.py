@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which form a call takes: by what one pass would hold."""
 
-from tpjax.pallas.losses.chunked import block_size
+from tpjax.pallas.losses.one_pass import block_size
 
 MOST_BYTES = 1 << 32
 """One pass may hold so many bytes beside its operands and results."""
@@ -13,8 +13,8 @@ def one_pass_bytes(tokens: int, features: int, columns: int) -> int:
 
     The latter is needed where there are several blocks.
     """
-    block = block_size(tokens, columns)
-    return 8 * block * columns + (4 * features * columns if block < tokens else 0)
+    block = block_size(tokens, features, columns)
+    return 2 * block * columns + (4 * features * columns if block < tokens else 0)
 
 
 def form_of(tokens: int, features: int, columns: int, *, reduced: bool) -> str:

@@ -35,15 +35,18 @@ SAMPLE = 256
 """Columns whose logits guess lse."""
 MOST_LOG2 = 80.0
 """How far the guess may be off, in units of log2."""
-MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 28, 1 << 30
-"""Of a block's weights: fewer are not cut, more are not held; between, tokens are cut in two."""
+MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 28, 1 << 31
+"""Of a block's weights: fewer are not cut, more are not held."""
+BLOCK_TOKENS = 8192
+"""Of a block, at most, or two for each feature: then its weights are as large as a float32 gradient
+of the head, without which one block does."""
 
 
-def block_size(tokens: int, columns: int) -> int:
+def block_size(tokens: int, features: int, columns: int) -> int:
     """Returns how many tokens make a block."""
-    weights = 2 * tokens * columns
-    most = min(MAX_BLOCK_BYTES, max(MIN_BLOCK_BYTES, weights // 2))
-    count = -(-weights // most)
+    most = min(max(BLOCK_TOKENS, 2 * features), MAX_BLOCK_BYTES // (2 * columns))
+    most = max(most, MIN_BLOCK_BYTES // (2 * columns), 128)
+    count = -(-tokens // most)
     return min(tokens, -(-tokens // (count * 128)) * 128)
 
 
@@ -78,9 +81,12 @@ def _weights(setup: Setup, hidden: Array, head: Array, labels: Array) -> tuple[A
 
 
 def _block(
-    setup: Setup, head: Array, columns_sum: Array | None, dhead: Any, block: Any
+    setup: Setup, head: Array, columns_sum: Array | None, dtype: Any, dhead: Any, block: Any
 ) -> tuple[Any, Any]:
-    """Returns the head's gradient with a block's share, and dhidden, lse and loss of its tokens."""
+    """Returns the head's gradient with a block's share, and dhidden, lse and loss of its tokens.
+
+    A gradient that nothing is added to is rounded to `dtype` as it is made; None: it stays float32.
+    """
     hidden, labels, weights = block
     if dhead is not None:  # one block's weights in memory at a time
         hidden, dhead = lax.optimization_barrier((hidden, dhead))
@@ -104,7 +110,7 @@ def _block(
     )
     scaled = (factor[:, None] * hidden.astype(factor.dtype)).astype(hidden.dtype)
     dh = factor[:, None] * terms.dhidden(written, head, options)
-    ours = terms.dhead(written, scaled, options)
+    ours = terms.dhead(written, scaled, options, dtype)
     if columns_sum is not None:
         dh -= every[:, None] * columns_sum
         rank_one = (every[:, None] * hidden.astype(every.dtype)).sum(0)
@@ -135,7 +141,10 @@ def one_pass(
 def _forward(
     setup: Setup, hidden: Array, head: Array, labels: Array, weights: Array
 ) -> tuple[Any, Any]:
-    size = block_size(hidden.shape[0], head.shape[setup.options.vocab_axis])
+    tokens, features = hidden.shape
+    size = block_size(tokens, features, head.shape[setup.options.vocab_axis])
+    whole = size >= tokens
+    at_once = whole and not setup.options.label_smoothing and head.dtype == hidden.dtype
 
     @jax.custom_batching.sequential_vmap
     def run(hidden: Array, head: Array, labels: Array, weights: Array) -> Any:
@@ -143,10 +152,10 @@ def _forward(
         if setup.options.label_smoothing:
             columns_sum = head.astype(weights.dtype).sum(setup.options.vocab_axis)
         narrow = head.astype(hidden.dtype)
-        step = partial(_block, setup, narrow, columns_sum)
+        step = partial(_block, setup, narrow, columns_sum, head.dtype if at_once else None)
         dhead, rows = in_blocks(step, (hidden, labels, weights), size)
         # Where nothing was added up, float32 would keep no more.
-        return dhead.astype(head.dtype) if size >= hidden.shape[0] else dhead, rows
+        return dhead.astype(head.dtype) if whole else dhead, rows
 
     dhead, (dh, lse, loss) = run(hidden, head, labels, weights)
     like = jnp.zeros(0, head.dtype)
