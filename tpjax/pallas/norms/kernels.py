@@ -15,17 +15,18 @@ Rows that fit a tile are read once. Longer ones are cut into segments and read t
 statistics of each segment, of which `joined_forward` and `joined_backward` make those of the row
 (Chan's rule for the variance), and once for the result.
 
-A value is loaded from shared memory wherever it is used: that is cheaper than the registers to keep
-a row.
+A value is loaded from shared memory wherever it is used, and a tile is worked on in pieces: that is
+cheaper than the registers to keep a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from tpjax.core.norms import FP8_MAX
+from tpjax.pallas.norms.launch import Sums, Vector
 from tpjax.pallas.norms.tiles import Tile
 
 Numbers = Sequence[Array]
@@ -51,9 +52,9 @@ class Vectors(NamedTuple):
 def _moments(norm: Norm, tile: Tile, ref: Any) -> list[Array]:
     """Returns the mean of rows, if it is to be subtracted, and the mean square of what is left."""
     if not norm.centred:
-        return [tile.mean(jnp.square(tile.load(ref)))]
-    mean = tile.mean(tile.load(ref))
-    return [mean, tile.mean(jnp.square(tile.load(ref) - tile.spread(mean)))]
+        return [tile.mean(lambda p: jnp.square(tile.load(ref, p)))]
+    mean = tile.mean(lambda p: tile.load(ref, p))
+    return [mean, tile.mean(lambda p: jnp.square(tile.load(ref, p) - tile.spread(mean)))]
 
 
 def _statistics(norm: Norm, tile: Tile, ref: Any) -> list[Array]:
@@ -62,18 +63,18 @@ def _statistics(norm: Norm, tile: Tile, ref: Any) -> list[Array]:
     return [*mean, lax.rsqrt(square + norm.eps)]
 
 
-def _standardised(tile: Tile, ref: Any, statistics: Numbers) -> Array:
-    """Returns z of the statistics, which are the mean, if any, and rstd."""
+def _standardised(tile: Tile, ref: Any, statistics: Numbers, piece: int) -> Array:
+    """Returns a piece of z from the statistics, which are the mean, if any, and rstd."""
     *mean, rstd = statistics
-    x = tile.load(ref)
+    x = tile.load(ref, piece)
     for m in mean:
         x = x - tile.spread(m)
     return x * tile.spread(rstd)
 
 
-def _scaled(norm: Norm, x: Array, scales: Sequence[Array]) -> Array:
+def _scaled(norm: Norm, x: Array, scales: Sequence[Vector], piece: int) -> Array:
     for scale in scales:
-        x = x * (scale + norm.scale_offset if norm.scale_offset else scale)
+        x = x * (scale(piece) + norm.scale_offset if norm.scale_offset else scale(piece))
     return x
 
 
@@ -81,7 +82,8 @@ def _add(tile: Tile, buffers: Sequence[Any]) -> Any:
     """Puts x + residual in the residual's buffer, if there is one; returns the buffer of h."""
     if len(buffers) > 1:
         x, residual = buffers
-        tile.store(residual, tile.load(x) + tile.load(residual))
+        for piece in range(tile.num_pieces):
+            tile.store(residual, piece, tile.load(x, piece) + tile.load(residual, piece))
     return buffers[-1]
 
 
@@ -102,22 +104,31 @@ class Forward(NamedTuple):
     """y is divided by a scale for each row that makes its largest the largest float8_e4m3fn."""
 
     def __call__(
-        self, vectors: Sequence[Array], given: Numbers, buffers: Sequence[Any], sums: list[Array]
-    ) -> tuple[list[Array], list[Array]]:
+        self, vectors: Sequence[Vector], given: Numbers, buffers: Sequence[Any], sums: Sums
+    ) -> tuple[list[Array], Sums]:
         """Is a `Step`; its numbers are the scales."""
         tile, out, numbers = self.tile, buffers[self.out], []
         h = _add(tile, buffers[: self.num_sources])
-        y = _standardised(tile, h, given or _statistics(self.norm, tile, h))
-        y = _scaled(self.norm, y, vectors[: self.vectors.scale])
-        for bias in vectors[self.vectors.scale :]:
-            y = y + bias
+        statistics = given or _statistics(self.norm, tile, h)
+
+        def y(piece: int) -> Array:
+            y = _standardised(tile, h, statistics, piece)
+            y = _scaled(self.norm, y, vectors[: self.vectors.scale], piece)
+            for bias in vectors[self.vectors.scale :]:
+                y = y + bias(piece)
+            return y
+
         if self.dynamic:
-            largest = tile.largest(jnp.abs(y))
+            largest = tile.largest(lambda p: jnp.abs(y(p)))
             largest = jnp.where(largest == 0, FP8_MAX, largest)
-            y, numbers = y * tile.spread(FP8_MAX / largest), [largest / FP8_MAX]
-        if out.dtype == jnp.float8_e4m3fn:
-            y = jnp.minimum(jnp.maximum(y, -FP8_MAX), FP8_MAX)
-        tile.store(out, y)
+            numbers = [largest / FP8_MAX]
+        for piece in range(tile.num_pieces):
+            value = y(piece)
+            if self.dynamic:
+                value = value * tile.spread(FP8_MAX / largest)
+            if out.dtype == jnp.float8_e4m3fn:
+                value = jnp.minimum(jnp.maximum(value, -FP8_MAX), FP8_MAX)
+            tile.store(out, piece, value)
         return numbers, sums
 
 
@@ -135,39 +146,39 @@ class Backward(NamedTuple):
     """The gradient goes into the buffer of dy too, whose dtype is another."""
 
     def __call__(
-        self, vectors: Sequence[Array], given: Numbers, buffers: Sequence[Any], sums: list[Array]
-    ) -> tuple[list[Array], list[Array]]:
+        self, vectors: Sequence[Vector], given: Numbers, buffers: Sequence[Any], sums: Sums
+    ) -> tuple[list[Array], Sums]:
         """Is a `Step`."""
         norm, tile = self.norm, self.tile
         h, dy, *more = buffers
         count = 1 + norm.centred
-        statistics = given[:count] or _statistics(norm, tile, h)
+        statistics, pulls = given[:count], given[count:]
+        statistics = statistics or _statistics(norm, tile, h)
 
-        def z() -> Array:
-            return _standardised(tile, h, statistics)
+        def z(piece: int) -> Array:
+            return _standardised(tile, h, statistics, piece)
 
-        def g() -> Array:
-            return _scaled(norm, tile.load(dy), vectors)
+        def g(piece: int) -> Array:
+            return _scaled(norm, tile.load(dy, piece), vectors, piece)
 
-        pulls = given[count:]
         if not pulls:
-            pulls = [tile.mean(g() * z())]
-            pulls += [tile.mean(g())] if norm.centred else []
-        dx = g() - z() * tile.spread(pulls[0])
-        for mean in pulls[1:]:
-            dx = dx - tile.spread(mean)
-        dx = dx * tile.spread(statistics[-1])
-        shares: list[Callable[[], Array]] = []
-        if self.vectors.scale:
-            shares.append(lambda: tile.load(dy) * z())
-        if self.vectors.bias:
-            shares.append(lambda: tile.load(dy))
-        sums = [total + share() for total, share in zip(sums, shares, strict=True)]
-        for dh in more:
-            dx = dx + tile.load(dh)
-            tile.store(dh, dx)
-        if not more or self.both:
-            tile.store(dy, dx)
+            pulls = [tile.mean(lambda p: g(p) * z(p))]
+            pulls += [tile.mean(g)] if norm.centred else []
+        sums = [list(total) for total in sums]
+        for piece in range(tile.num_pieces):
+            dx = g(piece) - z(piece) * tile.spread(pulls[0])
+            for mean in pulls[1:]:
+                dx = dx - tile.spread(mean)
+            dx = dx * tile.spread(statistics[-1])
+            if self.vectors.scale:
+                sums[0][piece] = sums[0][piece] + tile.load(dy, piece) * z(piece)
+            if self.vectors.bias:
+                sums[-1][piece] = sums[-1][piece] + tile.load(dy, piece)
+            for dh in more:
+                dx = dx + tile.load(dh, piece)
+                tile.store(dh, piece, dx)
+            if not more or self.both:
+                tile.store(dy, piece, dx)
         return [], sums
 
 
@@ -178,8 +189,8 @@ class ForwardStatistics(NamedTuple):
     tile: Tile
 
     def __call__(
-        self, vectors: Sequence[Array], given: Numbers, buffers: Sequence[Any], sums: list[Array]
-    ) -> tuple[list[Array], list[Array]]:
+        self, vectors: Sequence[Vector], given: Numbers, buffers: Sequence[Any], sums: Sums
+    ) -> tuple[list[Array], Sums]:
         """Is a `Step`."""
         del vectors, given
         return _moments(self.norm, self.tile, _add(self.tile, buffers)), sums
@@ -192,20 +203,20 @@ class BackwardStatistics(NamedTuple):
     tile: Tile
 
     def __call__(
-        self, vectors: Sequence[Array], given: Numbers, buffers: Sequence[Any], sums: list[Array]
-    ) -> tuple[list[Array], list[Array]]:
+        self, vectors: Sequence[Vector], given: Numbers, buffers: Sequence[Any], sums: Sums
+    ) -> tuple[list[Array], Sums]:
         """Is a `Step`."""
         del given
         norm, tile, (h, dy) = self.norm, self.tile, buffers
         moments = _moments(norm, tile, h)
 
-        def g() -> Array:
-            return _scaled(norm, tile.load(dy), vectors)
+        def g(piece: int) -> Array:
+            return _scaled(norm, tile.load(dy, piece), vectors, piece)
 
         if not norm.centred:
-            return [*moments, tile.mean(g() * tile.load(h))], sums
-        products = tile.mean(g() * (tile.load(h) - tile.spread(moments[0])))
-        return [*moments, products, tile.mean(g())], sums
+            return [*moments, tile.mean(lambda p: g(p) * tile.load(h, p))], sums
+        products = tile.mean(lambda p: g(p) * (tile.load(h, p) - tile.spread(moments[0])))
+        return [*moments, products, tile.mean(g)], sums
 
 
 def joined_forward(norm: Norm, parts: Numbers) -> list[Array]:

@@ -11,6 +11,7 @@ of them has sums of its own, all in one launch.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +23,16 @@ from jax import Array, lax
 
 from tpjax.core.operator import Interpret
 from tpjax.pallas import _mgpu
-from tpjax.pallas.norms.config import Config, occupancy
+from tpjax.pallas.norms.config import EASY_PER_LANE, Config, occupancy
 from tpjax.pallas.norms.tiles import REDUCTION_BYTES, Rows, Share, Tile, stream
 
-Step = Callable[..., tuple[Sequence[Array], list[Array]]]
-"""Takes vectors spread over a tile, numbers for each row, the buffers of one tile, and sums; leaves
-results in buffers; returns new numbers for each row, and the new sums."""
+Vector = Callable[[int], Array]
+"""Gives pieces of a vector, spread over the rows of a tile."""
+Sums = list[list[Array]]
+"""Pieces of each sum over rows."""
+Step = Callable[..., tuple[Sequence[Array], Sums]]
+"""Takes vectors, numbers for each row, the buffers of one tile, and sums; leaves results in
+buffers; returns new numbers for each row, and the new sums."""
 
 
 class Sweep(NamedTuple):
@@ -154,6 +159,13 @@ def _block(job: Sweep, copies: int, groups: int, blocks: int) -> _Block:
     return _Block(lax.div(index, blocks), group, Share(lax.rem(index, blocks), blocks), zero)
 
 
+def _vector(tile: Tile, ref: Any) -> Vector:
+    """Returns a vector, held in registers if there is room; else it is read for each tile."""
+    if tile.per_lane > EASY_PER_LANE:
+        return partial(tile.load_vector, ref)
+    return [tile.load_vector(ref, piece) for piece in range(tile.num_pieces)].__getitem__
+
+
 def _body(job: Sweep, block: _Block, num_numbers: int, refs: Sequence[Any]) -> None:
     """Runs the kernel of one block."""
     tile, taken = job.tile, iter(refs)
@@ -162,7 +174,7 @@ def _body(job: Sweep, block: _Block, num_numbers: int, refs: Sequence[Any]) -> N
         return [next(taken) for _ in range(count)]
 
     sources = [block.rows(ref) for ref in take(job.num_arrays)]
-    vectors = [tile.load_vector(block.of(ref)) for ref in take(job.num_vectors)]
+    vectors = [_vector(tile, block.of(ref)) for ref in take(job.num_vectors)]
     numbers = [block.of(ref) for ref in take(num_numbers)]
     results = [block.rows(ref) for ref in take(len(job.results))]
     new_numbers = [block.of(ref) for ref in take(job.num_numbers)]
@@ -170,7 +182,7 @@ def _body(job: Sweep, block: _Block, num_numbers: int, refs: Sequence[Any]) -> N
     slots = take(job.num_arrays + len(job.more_buffers))
     (barrier,) = take(1)
 
-    def step(first: Any, buffers: Sequence[Any], sums: list[Array]) -> list[Array]:
+    def step(first: Any, buffers: Sequence[Any], sums: Sums) -> Sums:
         window = pl.ds(first, tile.rows)
         given = [tile.load_rows(ref.at[window]) for ref in numbers]
         made, sums = job.step(vectors, given, buffers, sums)
@@ -203,14 +215,14 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
     views = [tile.view(x) for x in (*arrays, *vectors)]
     out = [jax.ShapeDtypeStruct(views[0].shape, dtypes[slot]) for slot in job.results]
     number = jax.ShapeDtypeStruct((copies, groups, all_rows), jnp.float32)
-    part = jax.ShapeDtypeStruct((copies, groups, blocks, *tile.shape[1:]), jnp.float32)
+    part = jax.ShapeDtypeStruct((copies, groups, blocks, *tile.box[1:]), jnp.float32)
     kernel = _mgpu.gpu_kernel(
         body,
         out_type=(*out, *[number] * job.num_numbers, *[part] * job.num_sums),
         grid=(copies * groups * blocks,),
         grid_names=("block",),
         scratch_types=[
-            *(plgpu.SMEM((num_slots, *tile.shape), d) for d in dtypes),
+            *(plgpu.SMEM((num_slots, *tile.box), d) for d in dtypes),
             plgpu.Barrier(num_arrivals=job.num_arrays, num_barriers=num_slots),
         ],
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_BYTES),

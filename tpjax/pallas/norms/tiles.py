@@ -28,6 +28,8 @@ from tpjax.pallas import _mgpu
 
 WARPS = 4
 LANES = 32
+PIECE_PER_THREAD = 16
+"""Elements that a thread works on at once, at the least."""
 REDUCTION_BYTES = 2 * WARPS * LANES * 4 * 4
 """Shared memory for sums over warps: two registers of 4 float32 from each thread."""
 
@@ -68,9 +70,22 @@ class Tile:
         return self.features // self.chunk
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def box(self) -> tuple[int, int, int]:
         """[r, N, C]."""
         return (self.rows, self.num_chunks, self.chunk)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of a tile, along N, that are worked on one after another: in few registers."""
+        count, most = 1, self.rows // self.rows_at_once * self.per_lane // PIECE_PER_THREAD
+        while 2 * count <= most and self.num_chunks % (2 * count * self.warps_per_row) == 0:
+            count *= 2
+        return count if self.num_chunks > count else count // 2  # see `_over_features`
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a piece [r, n, C], n * num_pieces = N."""
+        return (self.rows, self.num_chunks // self.num_pieces, self.chunk)
 
     @property
     def layout(self) -> Any:
@@ -87,17 +102,21 @@ class Tile:
         """Returns x [..., D] as [..., N, C]."""
         return x.reshape(*x.shape[:-1], self.num_chunks, self.chunk)
 
-    def load(self, ref: Any) -> Array:
-        """Returns a tile in shared memory [r, N, C], in float32."""
+    def _window(self, piece: int) -> Any:
+        return pl.ds(piece * self.shape[1], self.shape[1])
+
+    def load(self, ref: Any, piece: int) -> Array:
+        """Returns a piece of a tile in shared memory [r, N, C], in float32."""
+        ref = ref.at[:, self._window(piece)]
         return plgpu.load(ref, layout=self.layout, optimized=False).astype(jnp.float32)
 
-    def store(self, ref: Any, value: Array) -> None:
-        """Rounds a tile to the dtype of the buffer in shared memory and puts it there."""
-        _store(ref, value.astype(ref.dtype))
+    def store(self, ref: Any, piece: int, value: Array) -> None:
+        """Rounds a piece to the dtype of the buffer in shared memory and puts it there."""
+        _store(ref.at[:, self._window(piece)], value.astype(ref.dtype))
 
-    def load_vector(self, ref: Any) -> Array:
-        """Returns a vector [N, C] in device memory, spread over the rows, in float32."""
-        layout = self.layout.reduce(0)
+    def load_vector(self, ref: Any, piece: int) -> Array:
+        """Returns a piece of a vector [N, C] in device memory, spread over rows, in float32."""
+        ref, layout = ref.at[self._window(piece)], self.layout.reduce(0)
         vector = plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
         return self._spread(vector, (1, 2))
 
@@ -109,12 +128,16 @@ class Tile:
         """Puts a number for each row [r] into device memory."""
         _store(ref, numbers)
 
-    def zeros(self) -> Array:
-        """Returns a tile of zeros."""
-        return plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
+    def zeros(self) -> list[Array]:
+        """Returns pieces of zeros."""
+        zeros = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
+        return [zeros] * self.num_pieces
 
-    def mean(self, x: Array) -> Array:
-        """Returns the mean over the features of each row of a tile [r]."""
+    def mean(self, piece_of: Callable[[int], Array]) -> Array:
+        """Returns the mean over the features of each row [r] of a tile, given piece by piece."""
+        x = piece_of(0)
+        for piece in range(1, self.num_pieces):
+            x = x + piece_of(piece)
         rows, chunks, features = self.shape
         while chunks % (2 * self.warps_per_row) == 0 and chunks > 2:  # by halves: fewer shuffles
             half = chunks // 2
@@ -122,8 +145,11 @@ class Tile:
             x, chunks = lower + lax.slice(x, (0, half, 0), (rows, chunks, features)), half
         return self._over_features(jnp.sum, x) / self.features
 
-    def largest(self, x: Array) -> Array:
-        """Returns the largest of the features of each row of a tile [r]."""
+    def largest(self, piece_of: Callable[[int], Array]) -> Array:
+        """Returns the largest feature of each row [r] of a tile, given piece by piece."""
+        x = piece_of(0)
+        for piece in range(1, self.num_pieces):
+            x = jnp.maximum(x, piece_of(piece))
         return self._over_features(jnp.max, x)
 
     def _over_features(self, reduce: Callable[..., Array], x: Array) -> Array:
@@ -134,22 +160,24 @@ class Tile:
         return plgpu.layout_cast(reduce(x, 1), self.layout.reduce((1, 2)))
 
     def spread(self, numbers: Array) -> Array:
-        """Returns a number for each row [r], spread over its features."""
+        """Returns a number for each row [r], spread over the features of a piece."""
         return self._spread(numbers, (0,))
 
-    def store_sum(self, ref: Any, block: Array, x: Array) -> None:
+    def store_sum(self, ref: Any, block: Array, pieces: Sequence[Array]) -> None:
         """Puts the sum of a tile over its rows into row `block` of [blocks, N, C]."""
-        if self.rows == 1:
-            _store(ref.at[pl.ds(block, 1)], x)
-        else:
-            _store(ref.at[block], plgpu.layout_cast(x.sum(0), self.layout.reduce(0)))
+        for piece, x in enumerate(pieces):
+            if self.rows == 1:
+                _store(ref.at[pl.ds(block, 1), self._window(piece)], x)
+            else:
+                x = plgpu.layout_cast(x.sum(0), self.layout.reduce(0))
+                _store(ref.at[block, self._window(piece)], x)
 
     def _spread(self, x: Array, axes: tuple[int, ...]) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
 
 def _store(ref: Any, x: Array) -> None:
-    """Stores into device memory, in whatever pieces the layout gives."""
+    """Stores in whatever pieces the layout gives."""
     if hasattr(plgpu, "store"):  # JAX 0.12, where another store must fill whole cache lines
         plgpu.store(ref, x, optimized=False)
     else:
