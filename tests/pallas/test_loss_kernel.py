@@ -13,7 +13,7 @@ from tests.harness import assert_close, inputs
 from tests.pallas.test_loss import check, plain
 from tpjax.core.errors import UnsupportedError
 from tpjax.pallas import linear_cross_entropy
-from tpjax.pallas.losses import logit_kernel, one_pass, two_pass
+from tpjax.pallas.losses import again, at_once, logit_kernel
 from tpjax.pallas.losses.logit_kernel import CONFIGS, Job, Operands
 from tpjax.pallas.tuning import Request, trying
 
@@ -31,9 +31,9 @@ def operands(tokens=136, features=64, vocab=192, dtype="bf16"):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Cuts tokens and vocabulary into several blocks, of which one is odd."""
-    monkeypatch.setattr(one_pass, "block_size", lambda *sizes: 96)
-    monkeypatch.setattr(two_pass, "num_parts", lambda features, columns: 2)
-    monkeypatch.setattr(two_pass, "block_columns", lambda *sizes: 128)
+    monkeypatch.setattr(at_once, "block_size", lambda *sizes: 96)
+    monkeypatch.setattr(again, "num_parts", lambda features, columns: 2)
+    monkeypatch.setattr(again, "block_columns", lambda *sizes: 128)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -51,11 +51,11 @@ def test_blocks(form, small_blocks):
 def test_far_guess(monkeypatch):
     """A logit far above those that the guess has seen: the block is done again."""
     hidden, head, labels, weights = operands(64)
-    monkeypatch.setattr(one_pass, "SAMPLE", 96)  # every other column
+    monkeypatch.setattr(at_once, "SAMPLE", 96)  # every other column
     head = head.at[187].multiply(60)
     logits = hidden.astype(jnp.float32) @ head.T.astype(jnp.float32)
     guess = logits[:, ::2].max(1)
-    assert (logits.max(1) - guess).max() * logit_kernel.LOG2E > one_pass.MOST_LOG2
+    assert (logits.max(1) - guess).max() * logit_kernel.LOG2E > at_once.MOST_LOG2
     with tpjax.use(interpret=True):
         check((hidden, head, labels, weights), 6e-3, form="one_pass", implementation="pallas")
 

@@ -19,7 +19,7 @@ from tpjax.pallas.losses.forms import form_of
 from tpjax.pallas.losses.implementations import IMPLEMENTATIONS
 
 
-def linear_cross_entropy(
+def linear_cross_entropy(  # long: fifteen arguments, each explained
     hidden: Float[Array, "*B D"],
     head: Float[Array, "V D"] | Float[Array, "D V"],
     labels: Int[Array, "*B"],

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which form a call takes: by what one pass would hold."""
 
-from tpjax.pallas.losses.one_pass import block_size
+from tpjax.pallas.losses.at_once import block_size
 
 MOST_BYTES = 1 << 32
 """One pass may hold so many bytes beside its operands and results."""

@@ -9,11 +9,11 @@ from jax import Array
 from tpjax.core.operator import Key
 from tpjax.pallas import dispatch
 from tpjax.pallas.losses import terms
+from tpjax.pallas.losses.again import two_pass
+from tpjax.pallas.losses.at_once import one_pass
 from tpjax.pallas.losses.logit_kernel import CONFIGS, Config
-from tpjax.pallas.losses.one_pass import one_pass
 from tpjax.pallas.losses.setup import Setup
 from tpjax.pallas.losses.terms import Options
-from tpjax.pallas.losses.two_pass import two_pass
 from tpjax.pallas.tuning import config_for
 
 MULTIPLE = 64
