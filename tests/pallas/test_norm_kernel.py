@@ -255,9 +255,11 @@ def test_planted_fault_slot_reused_too_early(two_sms, monkeypatch, capsys):
 def test_planted_fault_sum_of_rows(two_sms, monkeypatch):
     """A gradient of scale that is off by 0.1 % in the kernel is found."""
     real = tiles.Tile.store_sum
-    monkeypatch.setattr(
-        tiles.Tile, "store_sum", lambda tile, ref, block, x: real(tile, ref, block, x * 1.001)
-    )
+
+    def faulty(tile, ref, block, pieces):
+        real(tile, ref, block, [x * 1.001 for x in pieces])
+
+    monkeypatch.setattr(tiles.Tile, "store_sum", faulty)
     with tpjax.use(interpret=True), pytest.raises(AssertionError, match=r"\[2\]"):
         check(Case("rms", ("f32[8,256]", "f32[256]")))
 

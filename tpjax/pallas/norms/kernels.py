@@ -107,7 +107,9 @@ class Forward(NamedTuple):
         self, vectors: Sequence[Vector], given: Numbers, buffers: Sequence[Any], sums: Sums
     ) -> tuple[list[Array], Sums]:
         """Is a `Step`; its numbers are the scales."""
-        tile, out, numbers = self.tile, buffers[self.out], []
+        tile, out = self.tile, buffers[self.out]
+        numbers: list[Array] = []
+        factors: list[Array] = []
         h = _add(tile, buffers[: self.num_sources])
         statistics = given or _statistics(self.norm, tile, h)
 
@@ -121,11 +123,11 @@ class Forward(NamedTuple):
         if self.dynamic:
             largest = tile.largest(lambda p: jnp.abs(y(p)))
             largest = jnp.where(largest == 0, FP8_MAX, largest)
-            numbers = [largest / FP8_MAX]
+            numbers, factors = [largest / FP8_MAX], [FP8_MAX / largest]
         for piece in range(tile.num_pieces):
             value = y(piece)
-            if self.dynamic:
-                value = value * tile.spread(FP8_MAX / largest)
+            for factor in factors:
+                value = value * tile.spread(factor)
             if out.dtype == jnp.float8_e4m3fn:
                 value = jnp.minimum(jnp.maximum(value, -FP8_MAX), FP8_MAX)
             tile.store(out, piece, value)
