@@ -158,7 +158,7 @@ def collectives(case: Case) -> dict[str, int]:
         got = compiled(*given)
     tol = 4 * checks.tolerance(op, sample)  # sums over devices are taken in another order
     assert_close(str(case), jax.device_get(got), want, tol)
-    return count_collectives(compiled.as_text() or "")
+    return count_collectives(compiled.as_text())
 
 
 @contextmanager

@@ -80,11 +80,12 @@ def time_together(
         else:
             found.append(Timing(once, once, once, 0.0, 0, calls[-1]))
     times: list[list[float]] = [[] for _ in programs]
+    running = [i for i, count in enumerate(calls) if count]
     for turn in range(groups):
-        for at in range(len(programs)):
-            i = (turn + at) % len(programs)
+        first = turn % max(len(running), 1)
+        for i in (*running[first:], *running[:first]):
             enough = len(times[i]) >= FEWEST_GROUPS and sum(times[i]) * calls[i] > LONGEST_MS
-            if calls[i] and not enough:
+            if not enough:
                 times[i].append(_group(programs[i], calls[i]))
     return [median_of(t, c) if c else f for t, c, f in zip(times, calls, found, strict=True)]
 

@@ -103,17 +103,17 @@ class Instruction:
 Computation = dict[str, Instruction]
 
 
-def count_program(text: str) -> Count:
+def count_program(text: str | None) -> Count:
     """Returns what one run of a compiled program takes.
 
     Args:
-      text: as `jax.jit(f).lower(...).compile().as_text()` gives it.
+      text: as `jax.jit(f).lower(...).compile().as_text()` gives it; None holds nothing.
     """
     computations, entry = parse(text)
     return _count(entry, computations)
 
 
-def count_collectives(text: str) -> dict[str, int]:
+def count_collectives(text: str | None) -> dict[str, int]:
     """Returns how many instructions of each kind move data between devices, those that do."""
     found = dict.fromkeys(COLLECTIVES, 0)
     for computation in parse(text)[0].values():
@@ -124,11 +124,11 @@ def count_collectives(text: str) -> dict[str, int]:
     return {kind: n for kind, n in found.items() if n}
 
 
-def parse(text: str) -> tuple[dict[str, Computation], str]:
+def parse(text: str | None) -> tuple[dict[str, Computation], str]:
     """Returns the program's computations by name, and the name of the first one to run."""
     computations: dict[str, Computation] = {}
     entry, current = "", Computation()
-    for line in text.splitlines():
+    for line in (text or "").splitlines():
         header = _COMPUTATION.match(line)
         if header:
             current = computations.setdefault(header[2], {})

@@ -144,7 +144,7 @@ def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
 def _count(program: Program, flops: float) -> Count:
     """Returns the program's counts; a kernel's operations are the task's, by the row's cost."""
     assert program.compiled is not None
-    count = count_program(program.compiled.as_text() or "")
+    count = count_program(program.compiled.as_text())
     return count._replace(flops=max(count.flops, flops)) if count.kernels else count
 
 
