@@ -3,13 +3,14 @@
 """The softmax family: what it means, in plain `jax.numpy`, and in one pass over long rows.
 
     s              = softcap tanh(x / softcap), or x
-    softmax(x)     = exp(s - lse)                     lse = log(sum of exp(s) over what is visible)
-    log_softmax(x) = s - lse
+    m, l           = max(s), sum(exp(s - m))          over what is visible
+    softmax(x)     = exp(s - m) / l
+    log_softmax(x) = s - m - log(l)
 
 What the mask hides is 0 in softmax, minus infinity in log_softmax; so is a row that sees nothing.
 
-Numerics: float32 (float64 for float64 x), rounded once. The largest visible s is taken off before
-exp. Long rows are read once for lse: a pair (largest so far, sum so far) is reduced,
+Numerics: float32 (float64 for float64 x), rounded once. Long rows are read once for both m and l:
+a pair is reduced,
 
     (m, l) + (m', l') = (M, l exp(m - M) + l' exp(m' - M))                        M = max(m, m')
 
@@ -17,6 +18,7 @@ Source: Milakov and Gimelshein 2018 (online softmax).
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +38,8 @@ def softmax_reference(
     Arguments as of `tpjax.pallas.softmax`.
     """
     s = _scores(x, softcap)
-    lse = logsumexp(s, mask, axis)
-    probabilities = jnp.exp(s - _finite(lse))
+    largest, total = _statistics(s, mask, axis)
+    probabilities = jnp.exp(s - largest) / total
     if mask is not None:
         probabilities = jnp.where(mask, probabilities, 0)
     return probabilities.astype(x.dtype)
@@ -48,8 +50,8 @@ def log_softmax_reference(
 ) -> Array:
     """Returns the logarithm of `softmax_reference`."""
     s = _scores(x, softcap)
-    lse = logsumexp(s, mask, axis)
-    logarithms = s - _finite(lse)
+    largest, total = _statistics(s, mask, axis)
+    logarithms = s - largest - jnp.log(total)
     if mask is not None:
         logarithms = jnp.where(mask, logarithms, -jnp.inf)
     return logarithms.astype(x.dtype)
@@ -60,28 +62,40 @@ def _scores(x: Array, softcap: float | None) -> Array:
     return s if softcap is None else softcap * jnp.tanh(s / softcap)
 
 
-def _finite(lse: Array) -> Array:
-    """Returns lse, 0 where a row sees nothing: its scores stay finite, and so do gradients."""
-    return jnp.where(jnp.isneginf(lse), 0, lse)
+def _statistics(s: Array, mask: Array | None, axis: int) -> tuple[Array, Array]:
+    """Returns the largest visible s along the axis, and the sum of exp(s - largest); 0, 1 of none.
 
-
-def logsumexp(s: Array, mask: Array | None, axis: int) -> Array:
-    """Returns log(sum(exp(s))) along the axis, kept as one of size 1, of what the mask shows."""
+    Derivatives are those for a constant `largest`: what follows does not depend on it.
+    """
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
-    return _logsumexp(s, axis)
+    if s.shape[axis] < ONLINE_FROM:
+        largest = _finite(jax.lax.stop_gradient(s).max(axis, keepdims=True))
+        total = jnp.exp(s - largest).sum(axis, keepdims=True)
+    else:
+        largest, total = _online(s, axis)
+    return largest, jnp.where(total == 0, 1, total)
+
+
+def _finite(largest: Array) -> Array:
+    """Returns 0 for minus infinity, the largest of nothing: no difference from it is NaN."""
+    return jnp.where(jnp.isneginf(largest), 0, largest)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _logsumexp(s: Array, axis: int) -> Array:
-    if s.shape[axis] < ONLINE_FROM:
-        largest = _finite(s.max(axis, keepdims=True))
-        return jnp.log(jnp.exp(s - largest).sum(axis, keepdims=True)) + largest
-    zero = jnp.asarray(0, s.dtype)
+def _online(s: Array, axis: int) -> tuple[Array, Array]:
     operands = s, jnp.ones_like(s)
-    start = jnp.asarray(-jnp.inf, s.dtype), zero
+    start = jnp.asarray(-jnp.inf, s.dtype), jnp.asarray(0, s.dtype)
     largest, total = jax.lax.reduce(operands, start, _joined, (axis % s.ndim,))
-    return jnp.expand_dims(jnp.log(total) + _finite(largest), axis)
+    return jnp.expand_dims(_finite(largest), axis), jnp.expand_dims(total, axis)
+
+
+@_online.defjvp
+def _(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Any, Any]:
+    (s,), (t,) = primals, tangents
+    largest, total = _online(s, axis)
+    moved = (jnp.exp(s - largest) * t).sum(axis, keepdims=True)
+    return (largest, total), (jnp.zeros_like(largest), moved)
 
 
 def _joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -90,11 +104,3 @@ def _joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arra
     largest = jnp.maximum(m, n)
     shift = _finite(largest)
     return largest, total * jnp.exp(m - shift) + other * jnp.exp(n - shift)
-
-
-@_logsumexp.defjvp
-def _(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (s,), (t,) = primals, tangents
-    lse = _logsumexp(s, axis)
-    weights = jnp.exp(s - _finite(lse))
-    return lse, (weights * t).sum(axis, keepdims=True)

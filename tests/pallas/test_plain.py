@@ -1,0 +1,234 @@
+# SPDX-FileCopyrightText: 2026 The tpjax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax, reductions and dropout: their meaning against NumPy in float64, edges, the door."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.harness import assert_close, inputs, run_python
+from tpjax.core import dropouts, softmaxes
+from tpjax.pallas import argmax, dropout, log_softmax, reduce, softmax
+
+TOL = {"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3}
+SIZES = (1, 3, 7, 63, 1000, 1031)
+
+
+def float64_softmax(x, mask, softcap, dy, logarithm):
+    """Returns output and gradient of x along the last axis, by the formulas, in float64."""
+    x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    mask = np.broadcast_to(True if mask is None else np.asarray(mask), x.shape)
+    s = x if softcap is None else softcap * np.tanh(x / softcap)
+    e = np.where(mask, np.exp(s - s.max(-1, keepdims=True)), 0)
+    total = e.sum(-1, keepdims=True)
+    p = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
+    if logarithm:
+        out, ds = np.log(p), mask * (dy - p * (mask * dy).sum(-1, keepdims=True))
+    else:
+        out, ds = p, p * (dy - (dy * p).sum(-1, keepdims=True))
+    slope = 1 if softcap is None else 1 - np.tanh(x / softcap) ** 2
+    return out, ds * slope
+
+
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_softmax_against_numpy(online, dtype, monkeypatch):
+    """Odd sizes, a mask with a row that sees nothing, softcap; read once or twice."""
+    monkeypatch.setattr(softmaxes, "ONLINE_FROM", 1 if online else 1 << 40)
+    for i, size in enumerate(SIZES if dtype == "f32" else (7,)):
+        x, dy = (inputs(f"{dtype}[3,{size}]", seed) for seed in (i, i + 50))
+        x = (2 * x.astype(jnp.float32)).astype(x.dtype)
+        mask = inputs(f"bool[3,{size}]", i).at[1].set(False).at[:, 0].set(jnp.array([1, 0, 1]) > 0)
+        for m, softcap in ((None, None), (mask, 5.0)):
+            out, vjp = jax.vjp(lambda x, m=m, c=softcap: softmax(x, m, softcap=c), x)
+            want = float64_softmax(x, m, softcap, dy, False)
+            want = jax.tree.map(lambda w, x=x: w.astype(x.dtype), want)
+            assert_close("softmax", (out, vjp(dy)[0]), want, TOL[str(x.dtype)])
+            if m is not None:
+                assert not np.any(np.asarray(out)[1])
+        out, vjp = jax.vjp(lambda x: log_softmax(x, softcap=5.0), x)
+        want = float64_softmax(x, None, 5.0, dy, True)
+        want = jax.tree.map(lambda w, x=x: w.astype(x.dtype), want)
+        assert_close("log_softmax", (out, vjp(dy)[0]), want, TOL[str(x.dtype)])
+
+
+def test_softmax_of_what_is_hidden():
+    """Large and infinite scores; what is hidden may be NaN; gradients where nothing is seen."""
+    x = jnp.array([[1e4, 1e4, -jnp.inf], [jnp.nan, 0.0, 0.0], [1.0, 2.0, 3.0]])
+    mask = jnp.array([[True] * 3, [False, True, True], [False] * 3])
+    want = jnp.array([[0.5, 0.5, 0], [0, 0.5, 0.5], [0, 0, 0]])
+    assert_close("masked", softmax(x, mask), want, 1e-7)
+    logarithms = np.asarray(log_softmax(x, mask))
+    assert_close("hidden", np.isneginf(logarithms), np.asarray(want == 0), 0)
+    grad = jax.grad(lambda x: softmax(x, mask)[2].sum() + softmax(x, mask)[0, 0])(x)
+    assert_close("nothing", grad[2], jnp.zeros(3), 0)
+    assert softmax(x[:0]).shape == (0, 3)
+    assert_close("broadcast", softmax(x[2:], jnp.array([True, True, False]))[0, 2], want[0, 2], 0)
+
+
+def test_softmax_keeps_its_arguments_alone():
+    """No float32 probabilities wait for the backward pass of a bfloat16 x."""
+    x = inputs("bf16[64,128]", 0)
+    _, vjp = jax.vjp(softmax, x)
+    kept = [a for a in jax.tree.leaves(vjp) if hasattr(a, "nbytes")]
+    assert sum(a.nbytes for a in kept) <= x.nbytes
+    second = jax.hessian(lambda x: (softmax(x) ** 2).sum())(inputs("f32[5]", 0))
+    assert_close("hessian", second, second.T, 1e-5)
+
+
+NUMPY = {
+    "sum": np.sum,
+    "mean": np.mean,
+    "max": np.max,
+    "var": np.var,
+    "logsumexp": lambda x, axis: np.log(np.exp(x).sum(axis)),
+}
+
+
+@pytest.mark.parametrize("kind", NUMPY)
+def test_reduce_against_numpy(kind):
+    """Odd sizes, rows, columns and both, in every dtype; a mean far from 0 for the variance."""
+    for i, size in enumerate(SIZES):
+        for dtype in ("f32", "bf16", "f16")[: 1 if i else 3]:
+            x = inputs(f"{dtype}[{size},5]", i)
+            x = x + jnp.asarray(100 if kind == "var" and dtype == "f32" else 0, x.dtype)
+            for axis in (0, 1, (0, 1)) if size in (1, 7) else (0,):
+                want = NUMPY[kind](np.asarray(x, np.float64), axis=axis).astype(x.dtype)
+                got = jax.jit(partial(reduce, kind=kind, axis=axis))(x)
+                # 100 rounded to float32 moves a mean by 4e-6 of the spread.
+                tol = 2e-5 if kind == "var" else TOL[str(x.dtype)]
+                assert_close(f"{kind} {x.shape} {axis}", got, want, max(tol, TOL[str(x.dtype)]))
+        where = argmax(x, axis=0)
+        assert_close("argmax", where, np.argmax(np.asarray(x), 0).astype(np.int32), 0)
+
+
+def test_variance_has_the_gradient_of_its_formula():
+    x, t = inputs("f32[7,9]", 0), inputs("f32[7]", 1)
+    _, vjp = jax.vjp(partial(reduce, kind="var"), x)
+    want = 2 * (x - x.mean(1, keepdims=True)) / 9 * t[:, None]
+    assert_close("dx", vjp(t)[0], want, 1e-6)
+    kept = reduce(x, kind="sum", axis=(0, 1), keepdims=True)
+    assert kept.shape == (1, 1)
+    assert reduce(x[:0], kind="sum", axis=0).shape == (9,)
+
+
+def test_threefry_is_that_of_jax():
+    """The same words as JAX's own generator makes of the same key and counters."""
+    from jax.extend.random import threefry_2x32
+
+    key, counters = jnp.array([7, 2**31], jnp.uint32), jnp.arange(64, dtype=jnp.uint32)
+    words = dropouts.threefry((key[0], key[1]), (counters[:32], counters[32:]))
+    assert_close("words", jnp.concatenate(words), threefry_2x32(key, counters), 0)
+
+
+SEED = jnp.array([3, 4], jnp.uint32)
+
+
+def test_dropout_keeps_its_share_and_its_mean():
+    """What stays is larger by as much as goes; rates 0 and 1; rounding to 65536ths."""
+    x = jnp.ones((257, 1031))
+    for rate in (0.1, 0.5, 0.9):
+        y = np.asarray(dropout(x, SEED, rate=rate))
+        levels = dropouts.levels_of(rate)
+        assert set(np.unique(y)) == {0.0, np.float32(65536 / levels)}
+        # Of 265,000 coins the share is within five standard deviations.
+        assert abs((y > 0).mean() - levels / 65536) < 5 * np.sqrt(rate * (1 - rate) / y.size)
+        for axis in (0, 1):  # and in no row or column far off
+            share = (y > 0).mean(axis)
+            spread = np.sqrt(rate * (1 - rate) / y.shape[axis])
+            assert abs(share - (1 - rate)).max() < 6 * spread
+    assert_close("rate 0", dropout(x, SEED, rate=0.0), x, 0)
+    assert not np.any(dropout(x, SEED, rate=1.0))
+    assert not np.any(jax.grad(lambda x: dropout(x, SEED, rate=1.0).sum())(x))
+
+
+def test_dropout_bits_follow_from_seed_and_place():
+    """A part of the rows has the mask of its rows; another seed another mask; jit the same."""
+    x = jnp.ones((2, 31, 63))
+    y = dropout(x, SEED, rate=0.3)
+    assert_close("rows", dropout(x.reshape(62, 63), SEED, rate=0.3), y.reshape(62, 63), 0)
+    assert_close("first rows", dropout(x[:1], SEED, rate=0.3), y[:1], 0)
+    assert_close("jit", jax.jit(partial(dropout, rate=0.3))(x, SEED), y, 0)
+    assert (np.asarray(dropout(x, SEED + jnp.uint32(1), rate=0.3)) != np.asarray(y)).any()
+    dx = jax.grad(lambda x: dropout(x, SEED, rate=0.3).sum())(x)
+    assert_close("backward", dx, y, 0)
+    by_key = dropout(x, jax.random.wrap_key_data(SEED), rate=0.3)
+    assert_close("key", by_key, y, 0)
+
+
+def test_dropout_stores_no_mask():
+    x = inputs("bf16[64,128]", 0)
+    _, vjp = jax.vjp(partial(dropout, seed=SEED, rate=0.3), x)
+    kept = [a for a in jax.tree.leaves(vjp) if hasattr(a, "nbytes") and a.nbytes > 8]
+    assert sum(a.nbytes for a in kept) <= x.nbytes
+
+
+SHARDED = """
+import jax, jax.numpy as jnp
+from functools import partial
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.harness import assert_close, inputs
+from tpjax.pallas import dropout, reduce, softmax
+
+x, seed = inputs("f32[8,64]", 0), jnp.array([3, 4], jnp.uint32)
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    for spec in (P("a", "b"), P(("a", "b")), P(None, "a")):
+        for fn in (partial(dropout, seed=seed, rate=0.3), softmax, partial(reduce, kind="var")):
+            want = fn(x)
+            with jax.set_mesh(mesh):
+                got = jax.jit(fn)(jax.device_put(x, NamedSharding(mesh, spec)))
+            assert_close("sharded", jax.device_get(got), jax.device_get(want), 1e-6)
+print("agree")
+"""
+
+
+def test_the_same_on_four_devices():
+    """Sharded over rows, features or both, under Auto and Explicit meshes."""
+    assert run_python(SHARDED, devices=4).split() == ["agree"]
+
+
+def any_kind(x: Any) -> Any:
+    """Hides the kind of a wrong argument from the type checker."""
+    return x
+
+
+X = jnp.zeros((2, 8))
+DOOR = [
+    (lambda: softmax(X.astype(jnp.int32)), TypeError, "x must be of dtype .*; got int32"),
+    (lambda: softmax(X, X), TypeError, "mask must be an array of booleans; got float32"),
+    (lambda: softmax(X, jnp.ones((3, 8), bool)), ValueError, r"broadcasts to \(2, 8\)"),
+    (lambda: softmax(X, axis=2), ValueError, "axis must be from -2 to 1; got 2"),
+    (lambda: log_softmax(X, softcap=-1.0), ValueError, "log_softmax: softcap must be positive"),
+    (lambda: reduce(X, kind=any_kind("median")), ValueError, "unknown kind 'median'"),
+    (lambda: reduce(X, kind="sum", axis=(0, -2)), ValueError, "several different ones"),
+    (lambda: reduce(X[:, :0], kind="max"), ValueError, "not empty along the axis"),
+    (lambda: argmax(X[:0], axis=0), ValueError, "not empty along the axis"),
+    (lambda: argmax(X, axis=any_kind(0.5)), TypeError, "axis must be an integer; got 0.5"),
+    (lambda: dropout(X, SEED, rate=1.5), ValueError, "rate must be from 0 to 1; got 1.5"),
+    (lambda: dropout(X, jnp.zeros(2), rate=0.5), TypeError, "seed must be a key .*; got float32"),
+    (lambda: dropout(X, SEED[:1], rate=0.5), ValueError, r"seed must be .*; got shape \(1,\)"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "text"), DOOR, ids=[d[2] for d in DOOR])
+def test_door(wrong, error, text):
+    """Wrong kinds, dtypes, shapes and numbers, in the house style."""
+    with pytest.raises(error, match=text):
+        wrong()
+
+
+@pytest.mark.gpu
+def test_gpu_same_bits_every_time():
+    """Reductions of rows and columns have one order of additions."""
+    x = inputs("f32[5000,1031]", 0)
+    for kind in ("sum", "mean", "var", "logsumexp"):
+        for axis in (0, 1, (0, 1)):
+            run = jax.jit(partial(reduce, kind=kind, axis=axis))
+            first = run(x)
+            for _ in range(3):
+                assert_close(f"{kind} {axis}", run(x), first, 0)
