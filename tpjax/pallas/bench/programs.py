@@ -49,9 +49,9 @@ def shapes_of(sample: Sample) -> list[jax.ShapeDtypeStruct | None]:
     return [None if p is None else jax.ShapeDtypeStruct(p[1], p[0]) for p in parsed]
 
 
-def random_arrays(op: Op, sample: Sample) -> list[jax.Array | None]:
+def random_arrays(op: Op, sample: Sample) -> list[Any]:
     """Returns random arguments: standard normal, integers as the row bounds them, fair coins."""
-    out: list[jax.Array | None] = []
+    out: list[Any] = []
     pairs = zip(shapes_of(sample), op.integers_below(sample), strict=True)
     for i, (x, below) in enumerate(pairs):
         out.append(None if x is None else _random(jax.random.key(i), x, below))
