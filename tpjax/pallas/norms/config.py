@@ -23,7 +23,7 @@ MAX_BOX = 256
 """TMA moves boxes of at most this many elements along an axis."""
 TMA_BYTES = 16
 """What TMA moves begins and ends at multiples of this."""
-MIN_LANES = 8
+LANES_PER_ROW = (8, 16, LANES)
 FEATURES_STEP = 8
 """Rows are of a multiple of this many features: fewer are no whole TMA_BYTES in 16 bits."""
 MAX_FEATURES = 65536
@@ -83,9 +83,8 @@ def chosen(op: str, x: Array) -> Config:
 
 def _tiles(features: int, itemsizes: Sequence[int], max_per_lane: int) -> Iterator[Tile]:
     """Yields every way to lay out a row."""
-    lanes = [n for n in (8, 16, LANES) if n >= MIN_LANES]
-    for vector, warps, lanes_per_row in product((4, 2, 1), (1, 2, 4), lanes):
-        tile = Tile(0, features, warps, vector, lanes_per_row)
+    for vector, warps, lanes in product((MAX_VECTOR, 2, 1), (1, 2, 4), LANES_PER_ROW):
+        tile = Tile(0, features, warps, vector, lanes)
         tile = replace(tile, rows=tile.rows_at_once)
         exact = features % (tile.chunk * warps) == 0
         whole = all(tile.chunk * size % TMA_BYTES == 0 for size in itemsizes)
