@@ -117,8 +117,12 @@ def test_layouts_are_alike(form, small_blocks):
     hidden, head, labels, weights = arrays()
     run = with_gradients(partial(linear_cross_entropy, form=form), labels)
     turned = with_gradients(partial(linear_cross_entropy, form=form, vocab_axis=1), labels)
-    loss, (dhidden, dhead, dweights) = jax.jit(run)(hidden, head, weights)
-    got = jax.jit(turned)(hidden, head.T, weights)
+
+    @jax.jit
+    def both(hidden, head, weights):
+        return run(hidden, head, weights), turned(hidden, head.T, weights)
+
+    (loss, (dhidden, dhead, dweights)), got = both(hidden, head, weights)
     assert_close(form, got, (loss, (dhidden, dhead.T, dweights)), 1e-6)
 
 
@@ -320,9 +324,10 @@ for form in WANT:
             others = put(labels, rows), put(weights, rows)
             operands = (put(hidden, rows), put(head, P("model")), *others)
             named = partial(run, form=form, mesh_axis=None if explicit else "model")
-            check(f"{kind} {form}", named, *operands)
+            if explicit or form == "one_pass":
+                check(f"{kind} {form}", named, *operands)
             over_all = (put(hidden, P(("data", "model"))), head, *operands[2:])
-            if not explicit:
+            if not explicit and form == "two_pass":
                 check(f"tokens {form}", partial(run, form=form), *over_all)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 

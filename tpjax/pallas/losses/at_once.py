@@ -158,7 +158,7 @@ def _forward(
         return dhead.astype(head.dtype) if whole else dhead, rows
 
     dhead, (dh, lse, loss) = run(hidden, head, labels, weights)
-    like = jnp.zeros(0, head.dtype)
+    like = jnp.zeros((), head.dtype)  # of size 0 it crashes XLA under a mesh (JAX 0.11)
     return (terms.weighted(loss, weights).sum(), lse, loss), (dh, dhead, loss, labels, like)
 
 

@@ -135,7 +135,7 @@ def _one_pass_forward(
     dhead, (dh, lse, loss) = in_blocks(step, (hidden, labels, weights), size)
     if size >= hidden.shape[0]:
         dhead = dhead.astype(head.dtype)  # nothing was added up: float32 would keep no more
-    like = jnp.zeros(0, head.dtype)
+    like = jnp.zeros((), head.dtype)  # of size 0 it crashes XLA under a mesh (JAX 0.11)
     return (terms.weighted(loss, weights).sum(), lse, loss), (dh, dhead, loss, scale, labels, like)
 
 
