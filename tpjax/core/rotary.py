@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from tpjax.core.norms import rms_norm_reference, statistics_dtype
 
@@ -155,7 +156,7 @@ def rotary_frequencies(
 
 
 def rotary_tables(
-    positions: Array, frequencies: Array, amplitude: float, dtype: np.dtype | type
+    positions: Array, frequencies: Array, amplitude: float, dtype: DTypeLike
 ) -> tuple[Array, Array]:
     """Returns cosine and sine of every angle, times the amplitude: [*B, T, F] of the dtype."""
     turning = jax.lax.stop_gradient(frequencies).astype(dtype)

@@ -206,8 +206,8 @@ def _called(
     num_pairs = frequencies.shape[0]
     x_BTHD, angles = _prepared(x, positions, frequencies, amplitude)
     shapes = (*x_BTHD.shape, num_pairs, interleaved, x.dtype.name)
-    config = config or config_for(op, shapes, CONFIGS, CONFIGS[0])
-    plan = Plan(eps, num_pairs, interleaved, config, dispatch.current_target().interpret)
+    sizes = config or config_for(op, shapes, CONFIGS, CONFIGS[0])
+    plan = Plan(eps, num_pairs, interleaved, sizes, dispatch.current_target().interpret)
     return _rope(plan, x_BTHD, scale, angles).reshape(x.shape)
 
 

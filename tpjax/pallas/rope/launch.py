@@ -93,7 +93,7 @@ def _grouped(job: Sweep) -> Callable[..., tuple[Array, ...]]:
     return run
 
 
-def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:
+def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:  # long: a body and its launch
     """Launches the kernel on arrays [G, B, T, H, D] and what goes with them."""
     tile, num_arrays, head = job.tile, job.num_arrays, job.tile.head
     groups, batch, tokens, heads, _ = operands[0].shape

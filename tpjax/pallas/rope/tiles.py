@@ -139,7 +139,8 @@ class Tile:
     def store(self, cuts: Sequence[Any], parts: list[Array], dtype: Any) -> None:
         """Rounds parts to the dtype and puts them into their cuts."""
         if self.head.interleaved:
-            values = [_word(*parts[i : i + 2], dtype) for i in range(0, len(parts), 2)]
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            values = [_word(low, high, dtype) for low, high in pairs]
         else:
             values = [x.astype(dtype) for x in parts]
         for ref, x in zip(cuts, values, strict=True):
