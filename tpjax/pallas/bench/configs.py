@@ -48,18 +48,17 @@ def tune_op(
     for sample in filter(choose, op.samples):
         args = random_arrays(op, sample)
         cotangent = random_cotangents(op, sample)
-        run = with_gradients(op, op.fn, sample)
 
-        def measure(run: Any = run, args: Any = (*args, cotangent)) -> float | None:
-            try:
-                return timer(run, *args)
+        def measure(sample: Sample = sample, args: Any = (*args, cotangent)) -> float | None:
+            try:  # another function each time, or jit serves the config before
+                return timer(with_gradients(op, op.fn, sample), *args)
             except jax.errors.JaxRuntimeError:  # too large for the device
                 return None
 
         with use(implementation="pallas"):
             try:
                 with tuning.requests() as found:
-                    jax.eval_shape(run, *args, cotangent)
+                    jax.eval_shape(with_gradients(op, op.fn, sample), *args, cotangent)
             except UnsupportedError as error:
                 yield f"{op.name:16s} {error}  {sample}"
                 continue
