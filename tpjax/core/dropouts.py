@@ -38,19 +38,19 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
     return a, b
 
 
-def kept(shape: tuple[int, ...], seed: Array, levels: int) -> Array:
-    """Returns where elements of the shape stay; `levels` of `LEVELS` do."""
-    *lead, features = shape
-    quarter = -(-features // 4)
-    rows = jnp.arange(math.prod(lead), dtype=jnp.uint32).reshape(*lead, 1)
-    columns = jnp.arange(quarter, dtype=jnp.uint32)
-    seed = seed.astype(jnp.uint32)
-    low, high = threefry((seed[0], seed[1]), (rows, columns))
-    words = (
-        word for pair in (low, high) for word in (pair & jnp.uint32(0xFFFF), pair >> jnp.uint32(16))
-    )
-    bits = jnp.concatenate(list(words), axis=-1)
-    return bits[..., :features] < jnp.uint32(levels)
+def row_numbers(shape: tuple[int, ...]) -> Array:
+    """Returns the number of each row of an array of that shape, features last: uint32, [*B]."""
+    lead = shape[:-1]
+    return jnp.arange(math.prod(lead), dtype=jnp.uint32).reshape(lead)
+
+
+def kept(rows: Array, features: int, seed: Array, levels: int) -> Array:
+    """Returns where elements of rows of those numbers stay, [*B, D]; `levels` of `LEVELS` do."""
+    columns = jnp.arange(-(-features // 4), dtype=jnp.uint32)
+    pair = threefry((seed[0], seed[1]), (rows[..., None], columns))
+    low, sixteen = jnp.uint32(0xFFFF), jnp.uint32(16)
+    words = [half for word in pair for half in (word & low, word >> sixteen)]
+    return jnp.concatenate(words, axis=-1)[..., :features] < jnp.uint32(levels)
 
 
 def levels_of(rate: float) -> int:
@@ -63,11 +63,16 @@ def dropout_reference(x: Array, seed: Array, *, rate: float) -> Array:
 
     Arguments as of `tpjax.pallas.dropout`.
     """
+    return dropped(x, seed, row_numbers(x.shape), rate)
+
+
+def dropped(x: Array, seed: Array, rows: Array, rate: float) -> Array:
+    """Returns `dropout_reference` of rows of those numbers."""
     levels = levels_of(rate)
     if levels == LEVELS:
         return x
     if levels == 0:
         return jnp.zeros_like(x)
     xf = x.astype(statistics_dtype(x.dtype))
-    mask = kept(x.shape if x.ndim else (1,), seed, levels).reshape(x.shape)
+    mask = kept(rows, x.shape[-1], seed.astype(jnp.uint32), levels)
     return jnp.where(mask, xf * (LEVELS / levels), 0).astype(x.dtype)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from tpjax.pallas.norms.entry import layer_norm, rms_norm
     from tpjax.pallas.norms.fp8 import layer_norm_fp8, rms_norm_fp8
     from tpjax.pallas.ops import OPS
-    from tpjax.pallas.plain.dropouts import dropout
     from tpjax.pallas.plain.reductions import argmax, reduce
     from tpjax.pallas.plain.softmaxes import log_softmax, softmax
     from tpjax.pallas.products.entry import gated_linear_unit, gated_mlp, matmul
+    from tpjax.pallas.randomness.entry import dropout
 
 __all__ = [
     "OPS",

@@ -17,8 +17,9 @@ from tpjax.pallas.norms.rows import (
     RMS_NORM,
     RMS_NORM_FP8,
 )
-from tpjax.pallas.plain.rows import ARGMAX, DROPOUT, LOG_SOFTMAX, REDUCE, SOFTMAX
+from tpjax.pallas.plain.rows import ARGMAX, LOG_SOFTMAX, REDUCE, SOFTMAX
 from tpjax.pallas.products.rows import GATED_LINEAR_UNIT, GATED_MLP, MATMUL
+from tpjax.pallas.randomness.row import DROPOUT
 from tpjax.pallas.rope.rows import RMS_NORM_ROPE, ROTARY_EMBEDDING
 
 OPS: tuple[Op, ...] = (

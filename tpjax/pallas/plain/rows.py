@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of softmax, reductions and dropout in the table of operators."""
+"""The rows of softmax and reductions in the table of operators."""
 
 import math
 from typing import Any
 
 import jax
 
-from tpjax.core.dropouts import dropout_reference
 from tpjax.core.operator import Cost, Op, Sample, nbytes
 from tpjax.core.reductions import argmax_reference, reduce_reference
 from tpjax.core.softmaxes import log_softmax_reference, softmax_reference
-from tpjax.pallas.plain import dropouts, reductions, softmaxes
+from tpjax.pallas.plain import reductions, softmaxes
 
 TOL = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12}
 
@@ -32,13 +31,6 @@ def argmax_cost(x: Any, **options: Any) -> Cost:
     """Returns the cost of one call: a comparison an element, x read once."""
     result = jax.eval_shape(lambda x: argmax_reference(x, **options), x)
     return Cost(float(math.prod(x.shape)), nbytes((x, result)))
-
-
-def dropout_cost(x: Any, seed: Any, **options: Any) -> Cost:
-    """Returns the cost of one forward call: a product an element, x read and written once."""
-    del options
-    flops, moved = float(math.prod(x.shape)), nbytes((x, seed, x))
-    return Cost(flops, moved, flops, moved)  # the same mask again; x itself is not looked at
 
 
 SOFTMAX = Op(
@@ -113,20 +105,3 @@ ARGMAX = Op(
     partitioning=reductions.PARTITIONING,
 )
 """Where along an axis the largest element is."""
-
-DROPOUT = Op(
-    fn=dropouts.dropout,
-    reference=dropout_reference,
-    implementations=dropouts.DROPOUT,
-    samples=(
-        Sample(("f32[3,63]", "u32[2]"), {"rate": 0.25}),
-        Sample(("bf16[2,3,64]", "u32[2]"), {"rate": 0.5}),
-        Sample(("f16[7]", "u32[2]"), {"rate": 0.0}),
-        Sample(("bf16[16384,4096]", "u32[2]"), {"rate": 0.1}, slow=True),
-    ),
-    diff=(0,),
-    tol=TOL,
-    cost=dropout_cost,
-    partitioning=dropouts.PARTITIONING,
-)
-"""Dropout by a counter."""

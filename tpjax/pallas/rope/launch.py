@@ -142,7 +142,8 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:  # long: a body 
             rows = angles.at[pl.ds(own(angles), 1), window(at, 0)[1]]
             plgpu.copy_gmem_to_smem(rows, angle_slots.at[slot], barrier.at[slot])
 
-        def step(slot: Any, sums: list[Array]) -> list[Array]:
+        def step(at: Any, slot: Any, sums: list[Array]) -> list[Array]:
+            del at
             cuts = [[b.at[slot, 0] for b in buffers] for buffers in slots]
             return job.step(spread, cuts, angle_slots.at[slot, 0], sums)
 
@@ -152,7 +153,7 @@ def _launch(job: Sweep, *operands: Array) -> tuple[Array, ...]:  # long: a body 
 
         sums = [tile.zeros() for _ in range(num_parts * job.with_sums)]
         share = Share(block, blocks, num_tiles, num_cuts)
-        for part, x in enumerate(_stream(share, num_slots, barrier, load, step, store, sums)):
+        for part, x in enumerate(stream(share, num_slots, barrier, load, step, store, sums)):
             put(meetings[0].at[part], x)
             plgpu.commit_smem()
             put(total[0].at[group, block, part], tile.sum_of_unit(meetings[0].at[part]))
@@ -202,12 +203,12 @@ class Share(NamedTuple):
     """Copies that take the result of one tile to device memory."""
 
 
-def _stream(
+def stream(
     share: Share,
     num_slots: int,
     barrier: Any,
     load: Callable[[Any, Any], None],
-    step: Callable[[Any, Any], Any],
+    step: Callable[[Any, Any, Any], Any],
     store: Callable[[Any, Any], None],
     carry: Any,
 ) -> Any:
@@ -225,7 +226,7 @@ def _stream(
     def body(i: Any, carry: Any) -> Any:
         slot = lax.rem(i, num_slots)
         plgpu.barrier_wait(barrier.at[slot])
-        carry = step(slot, carry)
+        carry = step(block + i * blocks, slot, carry)
         plgpu.commit_smem()
         store(block + i * blocks, slot)
         following = i - 1 + num_slots

@@ -10,21 +10,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from tpjax.core.dropouts import dropout_reference
+from tpjax.core.dropouts import row_numbers
 from tpjax.core.errors import message
-from tpjax.core.operator import Implementation, Partitioning
 from tpjax.pallas import dispatch
 from tpjax.pallas.plain import door
-
-
-def _dropout_xla(x: Array, seed: Array, *, rate: float) -> Array:
-    """Runs the reference; the backward pass makes the mask again instead of keeping it."""
-    return jax.checkpoint(lambda x, seed: dropout_reference(x, seed, rate=rate))(x, seed)
-
-
-DROPOUT = (Implementation("xla", _dropout_xla),)
-PARTITIONING = Partitioning(inputs=("BD", "W"), outputs=("BD",), sharded="")
-"""XLA splits its own form, and counts places over all devices."""
+from tpjax.pallas.randomness import implementations as ways
 
 
 def dropout(
@@ -44,7 +34,7 @@ def dropout(
       x: [*B, D], bfloat16, float16, float32 or float64; fewer than 2^32 rows.
       seed: a key of `jax.random.key`, or two unsigned 32-bit numbers, [2]. Never use one twice.
       rate: the share that is set to 0, from 0 (x itself) to 1 (all zeros); rounded to 1/65536.
-      implementation: "xla"; None chooses.
+      implementation: "pallas" or "xla"; None chooses. Both draw the same mask.
 
     Returns:
       [*B, D] of the dtype of `x`.
@@ -52,6 +42,7 @@ def dropout(
     Raises:
       ValueError: a wrong shape or value.
       TypeError: a wrong dtype or kind.
+      UnsupportedError: the implementation asked for cannot run this call.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -66,10 +57,12 @@ def dropout(
     share = door.finite(op, "rate", rate)
     if not 0 <= share <= 1:
         raise ValueError(message(op, "rate", "from 0 to 1", rate, "It is the share dropped."))
-    operands = {"x": x, "seed": _words(op, seed)}
+    words = _words(op, seed)
     if not x.size:
         return x
-    return dispatch.call(op, DROPOUT, operands, {"rate": share}, implementation, PARTITIONING)
+    operands = {"x": x, "seed": words, "rows": row_numbers(x.shape)}
+    split = ways.DROPOUT_PARTITIONING
+    return dispatch.call(op, ways.DROPOUT, operands, {"rate": share}, implementation, split)
 
 
 def _words(op: str, seed: Any) -> Array:
