@@ -36,10 +36,11 @@ def draw(findings: Findings, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    rows = [row for row in findings.rows if row.rates is not None and row.flops > 0]
+    tasks = list(dict.fromkeys((row.op, row.sample) for row in rows))
+    figure = Figure(figsize=(10, 6 + 0.1 * len(tasks)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xscale="log", yscale="log")
-    rows = [row for row in findings.rows if row.rates is not None and row.flops > 0]
     places = [row.flops / row.bytes for row in rows]
     ridges = [c.flops / c.bytes for c in findings.ceilings()]
     left = min([*places, *ridges]) / 3
@@ -48,7 +49,6 @@ def draw(findings: Findings, path: Path) -> None:
     forms = list(dict.fromkeys(row.form for row in rows))
     others = [form for form in forms if form not in MARKERS]
     markers = MARKERS | {f: OTHER_MARKERS[i % len(OTHER_MARKERS)] for i, f in enumerate(others)}
-    tasks = list(dict.fromkeys((row.op, row.sample) for row in rows))
     for row, place in zip(rows, places, strict=True):
         color = f"C{tasks.index((row.op, row.sample)) % 10}"
         axes.plot(
@@ -66,8 +66,8 @@ def draw(findings: Findings, path: Path) -> None:
         axes.plot([], [], linestyle="none", marker=markers[form], color="grey", label=form)
     axes.set_xlim(left, right)
     axes.set_xlabel("FLOP a byte that must move")
-    axes.set_ylabel("TFLOP/s (hollow: forward; filled: forward and backward)")
-    axes.set_title(heading())
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{heading()}\nhollow: forward, filled: forward and backward", fontsize="medium")
     axes.grid(visible=True, which="major", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize="x-small")
     figure.savefig(path, dpi=150)
@@ -75,13 +75,16 @@ def draw(findings: Findings, path: Path) -> None:
 
 def _draw_ceilings(axes: Any, findings: Findings, left: float, right: float) -> None:
     """Draws the slope of the copy and a level for products in each dtype."""
-    for ceilings in findings.ceilings():
+    for i, ceilings in enumerate(sorted(findings.ceilings(), key=lambda c: -c.flops)):
         ridge = ceilings.flops / ceilings.bytes
         xs = [left, ridge, right]
         ys = [min(x * ceilings.bytes, ceilings.flops) / 1e12 for x in xs]
         axes.plot(xs, ys, color="black", linewidth=1)
         said = f"{ceilings.dtype} products: {in_units(ceilings.flops)}FLOP/s"
-        axes.annotate(said, (right, ys[-1]), ha="right", va="top", fontsize="small")
+        place = right / (right / ridge) ** (
+            0.33 * i
+        )  # or the texts of near levels cover each other
+        axes.annotate(said, (place, ys[-1]), ha="right", va="bottom", fontsize="x-small")
     rate = max(c.bytes for c in findings.ceilings())
     said = f"  copy: {in_units(rate)}B/s"
     axes.annotate(said, (left, left * rate / 1e12), va="top", fontsize="small")

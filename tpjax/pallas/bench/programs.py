@@ -3,7 +3,9 @@
 """The programs that are compared: every form of an operator on a sample, with gradients too.
 
 Forms are the row's implementations, the reference in full float32, and whatever the caller adds.
-Traced one by one, because a preference holds for a thread; compiled side by side.
+Traced one by one, because a preference holds for a thread. Those without a kernel of ours are
+compiled one by one too: XLA times candidates while it compiles, and should do so undisturbed. The
+others are compiled side by side after them.
 """
 
 import os
@@ -138,8 +140,14 @@ def compile_all(
                     with _as_form(form, op):
                         result = _attempt(partial(_lower, op, fn, sample, direction))
                     lowered.append((op, sample, direction, form, result))
+    first = {i: _program(*row) for i, row in enumerate(lowered) if not _has_kernel(row[-1])}
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(_program, *zip(*lowered, strict=True))) if lowered else []
+        rest = {i: pool.submit(_program, *r) for i, r in enumerate(lowered) if i not in first}
+    return [first[i] if i in first else rest[i].result() for i in range(len(lowered))]
+
+
+def _has_kernel(lowered: Any) -> bool:
+    return not isinstance(lowered, Exception) and "mosaic" in lowered.as_text()
 
 
 def _lower(op: Op, fn: Callable[..., Any], sample: Sample, direction: str) -> jax.stages.Lowered:
