@@ -41,11 +41,14 @@ def _launch(arrays: Arrays, job: Job) -> tuple[Array, ...]:
     rows, columns = _up(rows, TMA_ROWS), _up(columns, TMA_COLUMNS)
     sides = [arrays.sides[panel.array].dtype.itemsize for panel in job.finish.sides]
     staging = staging_for(job.config, job.finish, out_dtype.itemsize, sides)
-    room = staging.bytes(out_dtype.itemsize, sides)
+    room = staging.bytes(len(job.finish.results), out_dtype.itemsize, sides)
     config = replace(job.config, stages=stages_for(job.config, dtype.itemsize, room))
     groups = max(x.shape[0] for x in jax.tree.leaves(arrays))
     terms = 0 if arrays.a is None else arrays.a.shape[1 if job.transpose_a else -1]
     sums = max(1, len(job.finish.factors))
+    # Copies of fewer dimensions. Columns beyond the end of a half make columns that are cut off.
+    factors = tuple(x.reshape(*x.shape[:2], -1) for x in arrays.factors)
+    arrays = arrays._replace(factors=factors)
     tiles = Tiles(config, groups, rows, columns, pl.cdiv(terms, DEPTH), sums)
     kernel = Kernel(job, tiles, staging)
     end = _up(columns, tiles.width * config.cluster)
@@ -66,6 +69,9 @@ def _launch(arrays: Arrays, job: Job) -> tuple[Array, ...]:
         scratch_types=[scratch(kernel, arrays, out_dtype)],
         interpret=job.interpret,
         name=job.name,
+        # What is read is never written by the same warpgroup, and `commit_smem` stands between what
+        # is read of a side's slot and the copy that fills it again.
+        auto_barriers=False,
     )
     return tuple(run(arrays))
 

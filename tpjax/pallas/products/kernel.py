@@ -47,12 +47,19 @@ class Panel(NamedTuple):
     half: int | None = None
 
     def at(self, refs: Sequence[Any], batch: Array, rows: Any, columns: Any) -> Any:
-        """Returns the reference to a part of it."""
+        """Returns the reference to a part of it.
+
+        Halves may lie side by side in [G, rows, 2 columns]: what is read beyond the end of the
+        first is then of the second.
+        """
         ref = refs[self.array]
         group = batch if ref.shape[0] > 1 else 0
         if self.half is None:
             return ref.at[group, rows, columns]
-        return ref.at[group, rows, self.half, columns]
+        if len(ref.shape) == 4:
+            return ref.at[group, rows, self.half, columns]
+        start = columns.start + self.half * (ref.shape[-1] // 2)
+        return ref.at[group, rows, pl.ds(start, columns.size)]
 
 
 class Finish:
@@ -103,15 +110,15 @@ class Staging(NamedTuple):
     piece: int
     """Columns of a piece."""
     slots: int
-    """For pieces of results, of each worker; divides their number in a tile, so that each tile
+    """For a piece of every result, of each worker; divides the pieces of a tile, so that each tile
     begins with the slot that was sent off longest ago."""
     side_slots: int
-    """For pieces of each side, of each worker."""
+    """For a piece of every side, of each worker."""
 
-    def bytes(self, out_size: int, side_sizes: Sequence[int]) -> int:
+    def bytes(self, results: int, out_size: int, side_sizes: Sequence[int]) -> int:
         """Returns the shared memory that the slots take, given bytes of an element."""
         one = WORKERS * ROWS * self.piece
-        return one * (self.slots * out_size + self.side_slots * sum(side_sizes))
+        return one * (self.slots * results * out_size + self.side_slots * sum(side_sizes))
 
 
 def staging_for(
@@ -119,11 +126,12 @@ def staging_for(
 ) -> Staging:
     """Returns the staging for results and sides of so many bytes an element."""
     width = config.columns // max(1, len(finish.factors))
-    # More slots hide more of the time that sides take to come; pieces are as small as that asks.
-    row_bytes, side_slots = ((128, 0), (128, 2), (64, 4), (128, 4))[len(side_sizes)]
+    # Of many arrays pieces are narrower: most of shared memory is for the operands.
+    row_bytes = 64 if finish.factors and len(finish.results) > 1 else 128
     piece = min(width, row_bytes // max(out_size, *side_sizes, 0))
     pieces = config.rows // ROWS * (width // piece)
-    return Staging(piece, math.gcd(2, pieces * len(finish.results)), min(pieces, side_slots))
+    side_slots = (2 if finish.factors else 3) if side_sizes else 0
+    return Staging(piece, math.gcd(2, pieces), min(pieces, side_slots))
 
 
 def stages_for(config: Config, itemsize: int, staging_bytes: int) -> int:
@@ -196,9 +204,9 @@ class Kernel(NamedTuple):
 
         def one(tile: Tile, passed: Array) -> None:
             finishing = _Finishing(self, arrays, results, smem, tile, worker)
-            finishing.start()
-            multiplies = bool(job.finish.factors)
-            finishing.run(accumulate(tiles, smem.ring, passed, operands) if multiplies else ())
+            vectors, multiplies = finishing.start(), bool(job.finish.factors)
+            sums = accumulate(tiles, smem.ring, passed, operands) if multiplies else ()
+            finishing.run(sums, vectors)
 
         tiles.each(one)
         plgpu.wait_smem_to_gmem(0)
@@ -237,11 +245,12 @@ class _Finishing(NamedTuple):
             source = panel.at(self.arrays.sides, self.tile.batch, *rows_columns)
             plgpu.copy_gmem_to_smem(source, buffer.at[self.worker, slot], ready)
 
-    def start(self) -> None:
-        """Starts copying the first pieces of the sides."""
+    def start(self) -> list[Array]:
+        """Starts copying the first pieces of the sides; returns those of the vectors."""
         if self.smem.sides:
             for number in range(self.kernel.staging.side_slots):
                 self._bring(number)
+        return self._vectors(0)
 
     def _sides(self, number: int) -> list[Array]:
         """Waits for a piece of every side; returns them."""
@@ -255,7 +264,9 @@ class _Finishing(NamedTuple):
         return [x.astype(jnp.float32) for x in loads]
 
     def _vectors(self, number: int) -> list[Array]:
-        """Returns a piece of every vector, spread over its rows."""
+        """Returns a piece of every vector, spread over its rows; nothing behind the last one."""
+        if number == len(self._pieces):
+            return []
         columns, found = self._place(number)[1], []
         layout = plgpu.Layout.WGMMA.reduce(0)
         for ref in self.arrays.vectors:
@@ -264,21 +275,24 @@ class _Finishing(NamedTuple):
             found.append(lax.broadcast_in_dim(x, (ROWS, x.shape[0]), [1]))
         return found
 
-    def run(self, sums: Sequence[Array]) -> None:
-        """Finishes the sums and sends the results off."""
+    def run(self, sums: Sequence[Array], vectors: list[Array]) -> None:
+        """Finishes the sums, given the first pieces of the vectors, and sends the results off."""
         staging, finish = self.kernel.staging, self.kernel.job.finish
-        sent = 0
+        count = len(finish.results)
         for number, (row, column) in enumerate(self._pieces):
             parts = [x[row : row + ROWS, column : column + staging.piece] for x in sums]
-            outs = finish(parts, self._sides(number), self._vectors(number))
-            for panel, out in zip(finish.results, outs, strict=True):
-                slot = self.smem.out.at[self.worker, sent % staging.slots]
-                plgpu.wait_smem_to_gmem(staging.slots - 1, wait_read_only=True)
+            sides, present = self._sides(number), vectors
+            vectors = self._vectors(number + 1)  # they come meanwhile
+            outs = finish(parts, sides, present)
+            first = number % staging.slots * count
+            slots = [self.smem.out.at[self.worker, first + i] for i in range(count)]
+            plgpu.wait_smem_to_gmem((staging.slots - 1) * count, wait_read_only=True)
+            for slot, out in zip(slots, outs, strict=True):
                 slot[...] = out.astype(slot.dtype)
-                plgpu.commit_smem()  # also: all have read the sides
+            plgpu.commit_smem()  # also: all have read the sides
+            for slot, panel in zip(slots, finish.results, strict=True):
                 target = panel.at(self.results, self.tile.batch, *self._place(number))
                 plgpu.copy_smem_to_gmem(slot, target)
-                sent += 1
             if self.smem.sides and number + staging.side_slots < len(self._pieces):
                 self._bring(number + staging.side_slots)
 
@@ -307,7 +321,7 @@ def scratch(kernel: Kernel, arrays: Arrays, out_dtype: Any) -> Shared:
     dtypes = [arrays.sides[panel.array].dtype for panel in sides]
     return Shared(
         ring,
-        _slots((WORKERS, staging.slots, *piece), out_dtype),
+        _slots((WORKERS, staging.slots * len(job.finish.results), *piece), out_dtype),
         tuple(_slots((WORKERS, staging.side_slots, *piece), d) for d in dtypes),
         plgpu.Barrier(num_arrivals=len(sides), num_barriers=WORKERS * staging.side_slots)
         if sides

@@ -249,10 +249,13 @@ def launch(
     scratch_types: Sequence[Any],
     interpret: Interpret,
     name: str,
+    auto_barriers: bool = True,
 ) -> Callable[..., Any]:
     """Returns the kernel in which workers do `work(*refs)` and the loader `load(*refs)`.
 
-    Both get references to the operands, the results and the scratch, and call `tiles.each`.
+    Both get references to the operands, the results and the scratch, and call `tiles.each`. Without
+    `auto_barriers` it is for them to order what threads of a warpgroup read and write: see
+    `unsafe_no_auto_barriers` of Mosaic GPU.
     """
 
     def body(*refs: Any) -> None:
@@ -278,7 +281,9 @@ def launch(
         grid_names=("block",),
         num_threads=WORKERS + 1,
         thread_name="worker",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not auto_barriers
+        ),
         interpret=interpret_params(interpret, cluster * (WORKERS + 1)),
         kernel_name=name,
         **clusters,
