@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax, reductions and dropout: their meaning against NumPy in float64, edges, the door."""
+"""Softmax and reductions: their meaning against NumPy in float64, edges, the door."""
 
 from functools import partial
 from typing import Any
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.harness import assert_close, inputs, run_python
-from tpjax.core import dropouts, softmaxes
-from tpjax.pallas import argmax, dropout, log_softmax, reduce, softmax
+from tpjax.core import softmaxes
+from tpjax.pallas import argmax, log_softmax, reduce, softmax
 
 TOL = {"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3}
 SIZES = (1, 3, 7, 63, 1000, 1031)
@@ -116,69 +116,18 @@ def test_variance_has_the_gradient_of_its_formula():
     assert reduce(x[:0], kind="sum", axis=0).shape == (9,)
 
 
-def test_threefry_is_that_of_jax():
-    """The same words as JAX's own generator makes of the same key and counters."""
-    from jax.extend.random import threefry_2x32
-
-    key, counters = jnp.array([7, 2**31], jnp.uint32), jnp.arange(64, dtype=jnp.uint32)
-    words = dropouts.threefry((key[0], key[1]), (counters[:32], counters[32:]))
-    assert_close("words", jnp.concatenate(words), threefry_2x32(key, counters), 0)
-
-
-SEED = jnp.array([3, 4], jnp.uint32)
-
-
-def test_dropout_keeps_its_share_and_its_mean():
-    """What stays is larger by as much as goes; rates 0 and 1; rounding to 65536ths."""
-    x = jnp.ones((257, 1031))
-    for rate in (0.1, 0.5, 0.9):
-        y = np.asarray(dropout(x, SEED, rate=rate))
-        levels = dropouts.levels_of(rate)
-        assert set(np.unique(y)) == {0.0, np.float32(65536 / levels)}
-        # Of 265,000 coins the share is within five standard deviations.
-        assert abs((y > 0).mean() - levels / 65536) < 5 * np.sqrt(rate * (1 - rate) / y.size)
-        for axis in (0, 1):  # and in no row or column far off
-            share = (y > 0).mean(axis)
-            spread = np.sqrt(rate * (1 - rate) / y.shape[axis])
-            assert abs(share - (1 - rate)).max() < 6 * spread
-    assert_close("rate 0", dropout(x, SEED, rate=0.0), x, 0)
-    assert not np.any(dropout(x, SEED, rate=1.0))
-    assert not np.any(jax.grad(lambda x: dropout(x, SEED, rate=1.0).sum())(x))
-
-
-def test_dropout_bits_follow_from_seed_and_place():
-    """A part of the rows has the mask of its rows; another seed another mask; jit the same."""
-    x = jnp.ones((2, 31, 63))
-    y = dropout(x, SEED, rate=0.3)
-    assert_close("rows", dropout(x.reshape(62, 63), SEED, rate=0.3), y.reshape(62, 63), 0)
-    assert_close("first rows", dropout(x[:1], SEED, rate=0.3), y[:1], 0)
-    assert_close("jit", jax.jit(partial(dropout, rate=0.3))(x, SEED), y, 0)
-    assert (np.asarray(dropout(x, SEED + jnp.uint32(1), rate=0.3)) != np.asarray(y)).any()
-    dx = jax.grad(lambda x: dropout(x, SEED, rate=0.3).sum())(x)
-    assert_close("backward", dx, y, 0)
-    by_key = dropout(x, jax.random.wrap_key_data(SEED), rate=0.3)
-    assert_close("key", by_key, y, 0)
-
-
-def test_dropout_stores_no_mask():
-    x = inputs("bf16[64,128]", 0)
-    _, vjp = jax.vjp(partial(dropout, seed=SEED, rate=0.3), x)
-    kept = [a for a in jax.tree.leaves(vjp) if hasattr(a, "nbytes") and a.nbytes > 8]
-    assert sum(a.nbytes for a in kept) <= x.nbytes
-
-
 SHARDED = """
 import jax, jax.numpy as jnp
 from functools import partial
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tests.harness import assert_close, inputs
-from tpjax.pallas import dropout, reduce, softmax
+from tpjax.pallas import reduce, softmax
 
-x, seed = inputs("f32[8,64]", 0), jnp.array([3, 4], jnp.uint32)
+x = inputs("f32[8,64]", 0)
 for kind in (AxisType.Auto, AxisType.Explicit):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
     for spec in (P("a", "b"), P(("a", "b")), P(None, "a")):
-        for fn in (partial(dropout, seed=seed, rate=0.3), softmax, partial(reduce, kind="var")):
+        for fn in (softmax, partial(reduce, kind="var")):
             want = fn(x)
             with jax.set_mesh(mesh):
                 got = jax.jit(fn)(jax.device_put(x, NamedSharding(mesh, spec)))
@@ -209,9 +158,6 @@ DOOR = [
     (lambda: reduce(X[:, :0], kind="max"), ValueError, "not empty along the axis"),
     (lambda: argmax(X[:0], axis=0), ValueError, "not empty along the axis"),
     (lambda: argmax(X, axis=any_kind(0.5)), TypeError, "axis must be an integer; got 0.5"),
-    (lambda: dropout(X, SEED, rate=1.5), ValueError, "rate must be from 0 to 1; got 1.5"),
-    (lambda: dropout(X, jnp.zeros(2), rate=0.5), TypeError, "seed must be a key .*; got float32"),
-    (lambda: dropout(X, SEED[:1], rate=0.5), ValueError, r"seed must be .*; got shape \(1,\)"),
 ]
 
 
