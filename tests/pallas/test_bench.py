@@ -151,6 +151,17 @@ def test_a_result_that_is_no_number_is_a_fault(quick):
     assert row.error != row.error
 
 
+def test_errors_are_relative_to_the_reference():
+    """Root mean squares of each leaf, the worst counts; equal infinities are no difference."""
+    want = (jnp.array([3.0, 4.0]), jnp.array([-jnp.inf, 5.0]), jnp.zeros(3))
+    got = (jnp.array([3.0, 4.1]), jnp.array([-jnp.inf, 5.0]), jnp.zeros(3))
+    assert run._error(want, want) == 0
+    assert run._error(got, want) == pytest.approx(0.1 / 5)
+    assert not run._error((*want[:2], jnp.full(3, jnp.nan)), want) < jnp.inf
+    assert not run._error((want[0], -want[1], want[2]), want) < jnp.inf
+    assert run._error(jnp.array([1, 2, 4]), jnp.array([1, 2, 2])) == pytest.approx(2 / 3)
+
+
 def measured(form: str, ms: float, *counts: float) -> Measured:
     """Returns a row that ran so long and did so much: launches, bytes, operations."""
     row = Measured("op", "f32[8]", "fwd", form, CEILINGS, 2e9, 1e6)

@@ -3,6 +3,7 @@
 """Measures operators: compiles every form first, then times those of a sample in turn."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -119,12 +120,18 @@ def _call(program: Program, args: list[Any]) -> Callable[[], Any]:
 
 
 def _errors(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns how far each form's results and gradients are from the reference's, where it runs."""
-    try:
-        want = runs[REFERENCE]()
-        return {name: _error(run(), want) for name, run in runs.items() if name != REFERENCE}
-    except (KeyError, jax.errors.JaxRuntimeError):  # the timing will say what it was
-        return {}
+    """Returns how far each form's results and gradients are from the reference's, where both run.
+
+    Why one does not run, the timing says.
+    """
+    found: dict[str, float] = {}
+    with suppress(KeyError, jax.errors.JaxRuntimeError):
+        want = jax.block_until_ready(runs[REFERENCE]())
+        for name, run in runs.items():
+            with suppress(jax.errors.JaxRuntimeError):
+                if name != REFERENCE:
+                    found[name] = _error(run(), want)
+    return found
 
 
 def _error(got: Any, want: Any) -> float:
@@ -137,8 +144,9 @@ def _error(got: Any, want: Any) -> float:
 @jax.jit
 def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    size = jnp.sqrt(jnp.mean(y * y))
-    return jnp.sqrt(jnp.mean((x - y) ** 2)) / jnp.where(size > 0, size, 1)
+    same = x == y  # infinities too, as the lse of a row that sees nothing is
+    size = jnp.sqrt(jnp.mean(jnp.where(same & jnp.isinf(y), 0, y) ** 2))
+    return jnp.sqrt(jnp.mean(jnp.where(same, 0, x - y) ** 2)) / jnp.where(size > 0, size, 1)
 
 
 def _count(program: Program, flops: float) -> Count:
