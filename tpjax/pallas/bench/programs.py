@@ -191,12 +191,8 @@ def in_words(error: Exception) -> str:
     """Returns a line that says why a program did not run."""
     if isinstance(error, UnsupportedError):
         return str(error).split("no kernel for this call: ")[-1].split(". Leave")[0]
-    first = str(error).split("\n")[0][:160]
-    return (
-        first
-        if isinstance(error, jax.errors.JaxRuntimeError)
-        else f"{type(error).__name__}: {first}"
-    )
+    kind = "" if isinstance(error, jax.errors.JaxRuntimeError) else f"{type(error).__name__}: "
+    return (kind + str(error).split("\n")[0])[:160]
 
 
 def is_fault(error: Exception) -> bool:
