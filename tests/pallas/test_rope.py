@@ -112,8 +112,8 @@ LOWERED = [
     for i, (norm, spec, num_pairs, interleaved) in enumerate(
         (
             (True, "bf16[2,1031,32,128]", 64, False),
-            (True, "bf16[1,100,1,64]", 32, False),
             (True, "bf16[2,100,7,192]", 32, False),
+            (True, "bf16[1,100,1,64]", 32, False),
             (False, "f32[2,1000,5,256]", 128, False),
             (False, "bf16[1,1,12,160]", 80, False),
             (False, "f16[2,63,3,96]", 16, True),
