@@ -16,15 +16,17 @@ TOL = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12}
 
 
 def softmax_cost(x: Any, mask: Any = None, **options: Any) -> Cost:
-    """Returns the cost of one forward call: 5 operations an element, x read and written once."""
+    """Returns the cost of one call: 5 operations an element each way."""
     del options
-    return Cost(5.0 * math.prod(x.shape), nbytes((x, mask, x)))
+    flops = 5.0 * math.prod(x.shape)
+    return Cost(flops, nbytes((x, mask, x)), flops)
 
 
 def reduce_cost(x: Any, **options: Any) -> Cost:
-    """Returns the cost of one forward call: an operation an element, x read once."""
+    """Returns the cost of one call: an operation an element each way, x read once each way."""
     result = jax.eval_shape(lambda x: reduce_reference(x, **options), x)
-    return Cost(float(math.prod(x.shape)), nbytes((x, result)))
+    count = float(math.prod(x.shape))
+    return Cost(count, nbytes((x, result)), count)
 
 
 def argmax_cost(x: Any, **options: Any) -> Cost:

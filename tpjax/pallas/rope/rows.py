@@ -26,9 +26,10 @@ def rotary_embedding_cost(
 def rms_norm_rope_cost(
     x: Any, scale: Any = None, positions: Any = None, frequencies: Any = None, **options: Any
 ) -> Cost:
-    """Returns the cost of one forward call: 7 operations an element, x read and written once."""
+    """Returns the cost of one call: 7 operations an element forward, 14 backward."""
     del options
-    return Cost(7.0 * math.prod(x.shape), nbytes((x, scale, positions, frequencies, x)))
+    count, moved = math.prod(x.shape), nbytes((x, scale, positions, frequencies, x))
+    return Cost(7.0 * count, moved, 14.0 * count)
 
 
 ROTARY_EMBEDDING = Op(
