@@ -76,7 +76,9 @@ def ordered(ids_N: Array, num_rows: int) -> Order:
     count = -(-keys.shape[0] // CHUNK)
     keys = jnp.pad(keys, (0, count * CHUNK - keys.shape[0]), constant_values=num_rows)
     places = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    keys, places = lax.sort((keys, places), num_keys=2)
+    # Stable, by one unsigned key: what XLA knows a radix sort for.
+    keys, places = lax.sort((keys.astype(jnp.uint32), places), num_keys=1, is_stable=True)
+    keys = keys.astype(jnp.int32)
     keys, places = keys.reshape(count, CHUNK), places.reshape(count, CHUNK)
     first, last = keys[:, 0], keys[:, -1]
     before = jnp.concatenate([jnp.full(1, -1, jnp.int32), last[:-1]])
