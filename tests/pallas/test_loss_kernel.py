@@ -34,21 +34,27 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(at_once, "block_size", lambda *sizes: 96)
     monkeypatch.setattr(again, "num_parts", lambda features, columns: 2)
     monkeypatch.setattr(again, "block_columns", lambda *sizes: 128)
+    monkeypatch.setattr(again, "block_tokens", lambda *sizes: 96)
+    monkeypatch.setattr(again, "dhead_columns", lambda *sizes: 128)
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("form", ["one_pass", "two_pass"])
-def test_blocks(form, small_blocks):
+@pytest.mark.parametrize(
+    ("form", "reduction"), [("one_pass", "mean"), ("two_pass", "sum"), ("two_pass", "none")]
+)
+def test_blocks(form, reduction, small_blocks):
     """Several blocks of tokens, or parts of them and blocks of columns; a head [D, V]."""
     hidden, head, labels, weights = operands()
-    options = {"vocab_axis": 1, "label_smoothing": 0.1, "z_loss": 1e-2, "implementation": "pallas"}
+    options = {"vocab_axis": 1, "label_smoothing": 0.1, "z_loss": 1e-2, "reduction": reduction}
+    options["implementation"] = "pallas"
     with tpjax.use(interpret=True):
         check((hidden, head.T, labels, weights), 6e-3, form=form, **options)
 
 
-def test_far_guess(monkeypatch):
+@pytest.mark.parametrize("form", ["one_pass", "two_pass"])
+def test_far_guess(form, monkeypatch):
     """A logit far above those that the guess has seen: the block is done again."""
     hidden, head, labels, weights = operands(64)
     monkeypatch.setattr(at_once, "SAMPLE", 96)  # every other column
@@ -57,7 +63,7 @@ def test_far_guess(monkeypatch):
     guess = logits[:, ::2].max(1)
     assert (logits.max(1) - guess).max() * logit_kernel.LOG2E > at_once.MOST_LOG2
     with tpjax.use(interpret=True):
-        check((hidden, head, labels, weights), 6e-3, form="one_pass", implementation="pallas")
+        check((hidden, head, labels, weights), 6e-3, form=form, implementation="pallas")
 
 
 def shapes(tokens, features, vocab, vocab_axis=0, dtype=jnp.bfloat16):

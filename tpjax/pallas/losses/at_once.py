@@ -20,7 +20,7 @@ Numerics: w' and f h are rounded to 16 bits, sums are float32.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jax import Array, lax
 
 from tpjax.pallas.losses import terms
 from tpjax.pallas.losses.chunked import in_blocks
-from tpjax.pallas.losses.logit_kernel import LOG2E
+from tpjax.pallas.losses.logit_kernel import LOG2E, Sums
 from tpjax.pallas.losses.setup import Setup
 
 SAMPLE = 256
@@ -50,7 +50,7 @@ def block_size(tokens: int, features: int, columns: int) -> int:
     return min(tokens, -(-tokens // (count * 128)) * 128)
 
 
-def _guess(setup: Setup, hidden: Array, head: Array) -> Array:
+def guess(setup: Setup, hidden: Array, head: Array) -> Array:
     """Returns a number near each token's lse, in units of log2."""
     axis = setup.options.vocab_axis
     stride = -(-head.shape[axis] // SAMPLE)
@@ -58,26 +58,84 @@ def _guess(setup: Setup, hidden: Array, head: Array) -> Array:
     return terms.logits(hidden, some, setup.options).max(1) * LOG2E
 
 
-def _weights(setup: Setup, hidden: Array, head: Array, labels: Array) -> tuple[Any, Array, Array]:
+def _weights(setup: Setup, hidden: Array, head: Array, labels: Array) -> tuple[Any, ...]:
     """Returns sums over tiles, weights [R, V], and their shift, in units of log2."""
 
     def attempt(shift: Array) -> Any:
         sums, weights = setup.run("weights", hidden, head, labels, shift)
         return sums, weights, shift
 
-    def is_off(state: Any) -> Array:
+    def is_far(state: Any) -> Array:
         tried, (sums, _, _) = state
-        distance = jnp.abs(jnp.log2(sums.total.sum(0)))
-        return ~jnp.all(distance < MOST_LOG2) & (tried < 1)  # once: NaN stays NaN
+        return is_far_off(sums) & (tried < 1)  # once: NaN stays NaN
 
     def again(state: Any) -> Any:
-        sums = setup.run("sums", hidden, head, labels)
-        top = sums.top.max(0)
-        lse = top + jnp.log2((sums.total * jnp.exp2(sums.top - top)).sum(0))
-        return state[0] + 1, attempt(lse)
+        return state[0] + 1, attempt(setup.exact_shift(hidden, head, labels))
 
-    first = attempt(_guess(setup, hidden, head))
-    return lax.while_loop(is_off, again, (jnp.int32(0), first))[1]
+    first = attempt(guess(setup, hidden, head))
+    return lax.while_loop(is_far, again, (jnp.int32(0), first))[1]
+
+
+def is_far_off(sums: Sums) -> Array:
+    """Returns whether the guess was too far off for one of the tokens, or something is NaN."""
+    return ~jnp.all(jnp.abs(jnp.log2(sums.total.sum(0))) < MOST_LOG2)
+
+
+class Tokens(NamedTuple):
+    """What is known of tokens after their weights were made."""
+
+    written: Array
+    """w' [R, V], in 16 bits."""
+    factor: Array
+    """f [R]"""
+    every: Array
+    """e [R]"""
+    lse: Array
+    loss: Array
+
+    def dhidden(self, head: Array, columns_sum: Array | None, options: terms.Options) -> Array:
+        """Returns the gradient of hidden, float32; `columns_sum` is given for smoothed labels."""
+        dh = self.factor[:, None] * terms.dhidden(self.written, head, options)
+        return dh if columns_sum is None else dh - self.every[:, None] * columns_sum
+
+
+def tokens_of(
+    setup: Setup, head: Array, labels: Array, weights: Array, shift: Array, made: tuple[Sums, Array]
+) -> Tokens:
+    """Returns what follows from sums and weights [R, V]; labels count this device's columns."""
+    options, (sums, written) = setup.options, made
+    lse, loss = setup.joined((shift + jnp.log2(sums.total.sum(0))) / LOG2E, sums, head)
+    softmax, label, every = terms.factors(
+        weights, lse, None, terms.vocab_size(head, options), options
+    )
+    # Where z-loss makes a zero by chance, a tiny number divides as well.
+    softmax = jnp.where((softmax == 0) & (label != 0), 1e-6 * label, softmax)
+    factor = softmax * jnp.exp2(shift - lse * LOG2E)
+    at_label = _at_label(setup, sums.label.sum(0), shift, label, factor)
+    rows = jnp.arange(written.shape[0], dtype=jnp.int32)
+    written = written.at[rows, jnp.where(labels < 0, written.shape[1], labels)].set(
+        at_label.astype(written.dtype),
+        mode="drop",
+        unique_indices=True,
+        indices_are_sorted=True,
+    )
+    return Tokens(written, factor, every, lse, loss)
+
+
+def _at_label(setup: Setup, logit: Array, shift: Array, label: Array, factor: Array) -> Array:
+    """Returns what the weight at each token's label becomes."""
+    ratio = jnp.where(label == 0, 0, label / factor)
+    value = jnp.exp2(logit * LOG2E - shift) - ratio
+    if setup.options.softcap is not None:
+        value *= 1 - jnp.square(logit / setup.options.softcap)
+    return value
+
+
+def sum_of_columns(setup: Setup, head: Array) -> Array | None:
+    """Returns the sum of the head over the vocabulary [D], float32, where labels are smoothed."""
+    if not setup.options.label_smoothing:
+        return None
+    return head.astype(jnp.float32).sum(setup.options.vocab_axis)
 
 
 def _block(
@@ -93,40 +151,17 @@ def _block(
     options = setup.options
     labels = labels - terms.first_column(head, options)
     sums, written, shift = _weights(setup, hidden, head, labels)
-    lse, loss = setup.joined((shift + jnp.log2(sums.total.sum(0))) / LOG2E, sums, head)
-    softmax, label, every = terms.factors(
-        weights, lse, None, terms.vocab_size(head, options), options
-    )
-    # Where z-loss makes a zero by chance, a tiny number divides as well.
-    softmax = jnp.where((softmax == 0) & (label != 0), 1e-6 * label, softmax)
-    factor = softmax * jnp.exp2(shift - lse * LOG2E)
-    at_label = _at_label(setup, sums.label.sum(0), shift, label, factor)
-    rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-    written = written.at[rows, jnp.where(labels < 0, written.shape[1], labels)].set(
-        at_label.astype(written.dtype),
-        mode="drop",
-        unique_indices=True,
-        indices_are_sorted=True,
-    )
-    scaled = (factor[:, None] * hidden.astype(factor.dtype)).astype(hidden.dtype)
-    dh = factor[:, None] * terms.dhidden(written, head, options)
-    ours = terms.dhead(written, scaled, options, dtype)
+    known = tokens_of(setup, head, labels, weights, shift, (sums, written))
+    wide = hidden.astype(jnp.float32)
+    dh = known.dhidden(head, columns_sum, options)
+    scaled = (known.factor[:, None] * wide).astype(hidden.dtype)
+    ours = terms.dhead(known.written, scaled, options, dtype)
     if columns_sum is not None:
-        dh -= every[:, None] * columns_sum
-        rank_one = (every[:, None] * hidden.astype(every.dtype)).sum(0)
+        rank_one = (known.every[:, None] * wide).sum(0)
         ours -= rank_one[:, None] if options.vocab_axis else rank_one
     dhead = ours if dhead is None else dhead + ours
     dhead, dh = lax.optimization_barrier((dhead, dh.astype(hidden.dtype)))
-    return dhead, (dh, lse, loss)
-
-
-def _at_label(setup: Setup, logit: Array, shift: Array, label: Array, factor: Array) -> Array:
-    """Returns what the weight at each token's label becomes."""
-    ratio = jnp.where(label == 0, 0, label / factor)
-    value = jnp.exp2(logit * LOG2E - shift) - ratio
-    if setup.options.softcap is not None:
-        value *= 1 - jnp.square(logit / setup.options.softcap)
-    return value
+    return dhead, (dh, known.lse, known.loss)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -148,11 +183,8 @@ def _forward(
 
     @jax.custom_batching.sequential_vmap
     def run(hidden: Array, head: Array, labels: Array, weights: Array) -> Any:
-        columns_sum = None
-        if setup.options.label_smoothing:
-            columns_sum = head.astype(weights.dtype).sum(setup.options.vocab_axis)
-        narrow = head.astype(hidden.dtype)
-        step = partial(_block, setup, narrow, columns_sum, head.dtype if at_once else None)
+        narrow, dtype = head.astype(hidden.dtype), head.dtype if at_once else None
+        step = partial(_block, setup, narrow, sum_of_columns(setup, narrow), dtype)
         dhead, rows = in_blocks(step, (hidden, labels, weights), size)
         # Where nothing was added up, float32 would keep no more.
         return dhead.astype(head.dtype) if whole else dhead, rows

@@ -214,7 +214,14 @@ _two_pass.defvjp(_two_pass_forward, _two_pass_backward)
 
 
 def cross_entropy_xla(
-    hidden: Array, head: Array, labels: Array, weights: Array, *, form: str, **options: Any
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    weights: Array,
+    *,
+    form: str,
+    reduced: bool,
+    **options: Any,
 ) -> tuple[Array, Array, Array]:
     """Returns the weighted sum of the losses, then lse and losses [R], by the form asked for.
 
@@ -224,8 +231,10 @@ def cross_entropy_xla(
       labels: [R] int32; none of them in the vocabulary: its logit counts as 0.
       weights: [R], float32 or float64.
       form: "one_pass": only the sum has gradients; "two_pass".
+      reduced: whether the sum alone is asked for its gradients.
       options: those of `Options`.
     """
+    del reduced  # a form does as well for both
     static = Options(**options)
     if form == "one_pass":
         run = _differentiable(_one_pass, _plain_total, static)

@@ -167,7 +167,7 @@ def _local(
         "labels": labels.reshape(tokens),
         "weights": weights.reshape(tokens),
     }
-    options = {**static, "axis_name": columns, "form": form}
+    options = {**static, "axis_name": columns, "form": form, "reduced": reduced}
     total, lse, losses = dispatch.call(
         "linear_cross_entropy", IMPLEMENTATIONS, operands, options, implementation
     )

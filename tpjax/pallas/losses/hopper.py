@@ -4,12 +4,13 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from tpjax.core.operator import Key
 from tpjax.pallas import dispatch
 from tpjax.pallas.losses import terms
-from tpjax.pallas.losses.again import two_pass
+from tpjax.pallas.losses.again import two_pass, two_pass_sum
 from tpjax.pallas.losses.at_once import one_pass
 from tpjax.pallas.losses.logit_kernel import CONFIGS, Config
 from tpjax.pallas.losses.setup import Setup
@@ -37,7 +38,7 @@ def unsupported(key: Key) -> str | None:
         return f"hidden must have a multiple of {MULTIPLE} features; it has {features}"
     if columns % MULTIPLE:
         return f"the vocabulary must be a multiple of {MULTIPLE}; it has {columns} columns"
-    if one and key.option("softcap") is not None and key.option("label_smoothing"):
+    if one and key.option("softcap") is not None and key.option("label_smoothing") > 0:
         return "smoothed labels with capped logits take two passes"
     return None
 
@@ -49,6 +50,7 @@ def cross_entropy_hopper(
     weights: Array,
     *,
     form: str,
+    reduced: bool,
     config: Config | None = None,
     **options: Any,
 ) -> tuple[Array, Array, Array]:
@@ -59,5 +61,7 @@ def cross_entropy_hopper(
     setup = Setup(static, dispatch.current_target().interpret, chosen)
     if form == "one_pass":
         return one_pass(setup, hidden, head, labels, weights)
+    if reduced and hidden.dtype == jnp.bfloat16 and not (static.label_smoothing and static.softcap):
+        return two_pass_sum(setup, hidden, head, labels, weights)
     lse, loss = two_pass(setup, hidden, head, labels)
     return terms.weighted(loss, weights).sum(), lse, loss

@@ -31,9 +31,11 @@ class Setup(NamedTuple):
         """Returns the statistics of all tokens; labels count the columns of all devices."""
         labels = labels - terms.first_column(head, self.options)
         sums = self.run("sums", hidden, head, labels)
-        top = sums.top.max(0)
-        total = (sums.total * jnp.exp2(sums.top - top)).sum(0)
-        return self.joined((top + jnp.log2(total)) / LOG2E, sums, head)
+        return self.joined(_log2_sum(sums) / LOG2E, sums, head)
+
+    def exact_shift(self, hidden: Array, head: Array, labels: Array) -> Array:
+        """Returns lse of this device's columns, in units of log2; labels count those."""
+        return _log2_sum(self.run("sums", hidden, head, labels))
 
     def joined(self, lse: Array, sums: Sums, head: Array) -> Statistics:
         """Returns the statistics for this device's lse [R] and sums over its tiles."""
@@ -46,3 +48,9 @@ class Setup(NamedTuple):
             total, label, every = lax.psum((jnp.exp(lse - top), label, every), options.axis_name)
         vocab = terms.vocab_size(head, options)
         return terms.finished(top, total, label, every, vocab, options)
+
+
+def _log2_sum(sums: Sums) -> Array:
+    """Returns the log2 of the sum of exponentials over all tiles."""
+    top = sums.top.max(0)
+    return top + jnp.log2((sums.total * jnp.exp2(sums.top - top)).sum(0))
