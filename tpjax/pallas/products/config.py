@@ -5,9 +5,8 @@
 import math
 
 from tpjax.core.operator import Key
-from tpjax.pallas._mgpu import num_sms
 from tpjax.pallas.products.grouped import TMA_COLUMNS
-from tpjax.pallas.products.mainloop import Config
+from tpjax.pallas.products.mainloop import Config, Tiles
 from tpjax.pallas.tuning import config_for
 
 DTYPES = ("bfloat16", "float16")
@@ -15,8 +14,8 @@ CONFIGS = (
     Config(),
     Config(group=16),
     Config(rows=128, columns=128, share_columns=False),
-    Config(columns=128, stages=6),
     Config(columns=128, stages=6, cluster=1),
+    Config(columns=128, stages=6),
     Config(columns=64, stages=8, cluster=1),
 )
 """Worth trying; the last ones are for products of few tiles."""
@@ -27,15 +26,19 @@ def worth_trying(sums: int) -> tuple[Config, ...]:
     return tuple(c for c in CONFIGS if c.columns // sums >= TMA_COLUMNS)
 
 
-def heuristic(groups: int, rows: int, columns: int, sums: int) -> Config:
-    """Returns the config for products [rows, columns], `columns` counting those of all sums."""
+_RATES = {64 * 64: 0.55, 64 * 128: 0.85, 64 * 256: 1.0}
+"""Share of the best rate, by the size of one worker's tile."""
 
-    def tiles(config: Config) -> int:
-        across = math.ceil(rows / config.block_rows), math.ceil(columns / config.columns)
-        return groups * math.prod(across)
 
-    *larger, last = (c for c in worth_trying(sums) if c.cluster == 1 or c == CONFIGS[0])
-    return next((c for c in larger if tiles(c) >= num_sms()), last)
+def heuristic(groups: int, rows: int, columns: int, terms: int, sums: int) -> Config:
+    """Returns the config that should be first to end, for tiles all take turns of one length."""
+
+    def turns(config: Config) -> float:
+        tiles = Tiles(config, groups, rows, columns // sums, terms, sums)
+        size = config.rows * config.columns
+        return math.ceil(tiles.count / tiles.clusters) * size / _RATES[size]
+
+    return min(worth_trying(sums), key=turns)
 
 
 def chosen(
@@ -43,7 +46,7 @@ def chosen(
 ) -> Config:
     """Returns the config of a launch: the measured one, or the heuristic's."""
     shapes = groups, rows, columns, terms, sums, dtype
-    otherwise = heuristic(groups, rows, columns, sums)
+    otherwise = heuristic(groups, rows, columns, terms, sums)
     return config_for(op, shapes, worth_trying(sums), otherwise)
 
 
