@@ -16,6 +16,7 @@ import pytest
 import tpjax
 from tests.harness import assert_close, inputs
 from tests.pallas import op_checks as checks
+from tpjax.core.errors import UnsupportedError
 from tpjax.core.operator import Sample, parse_spec
 from tpjax.pallas import matmul
 from tpjax.pallas.products.config import CONFIGS, worth_trying
@@ -65,6 +66,23 @@ def test_wider_result():
         with tpjax.use(**use):
             got = matmul(a, b, out_dtype="float32")
         assert_close("wide", got, want.astype(np.float32), 1e-6)
+
+
+def test_refusals():
+    """What the kernel would round, or would not fill, is refused with the reason."""
+    x = jnp.ones((4, 4), jnp.bfloat16)
+    for says, call in (
+        ("takes bfloat16 and float16", lambda: matmul(A, B, implementation="pallas")),
+        ("nothing to multiply", lambda: matmul(x[:, :0], x[:0], implementation="pallas")),
+    ):
+        with tpjax.use(platform="cuda"), pytest.raises(UnsupportedError) as e:
+            call()
+        assert says in str(e.value)
+    with jax.enable_x64(True), tpjax.use(platform="cuda"):
+        with pytest.raises(UnsupportedError, match="out_dtype is float64"):
+            matmul(x, x, out_dtype="float64", implementation="pallas")
+        with pytest.raises(UnsupportedError, match="bias is float64"):
+            matmul(x, x, jnp.ones(4, "float64"), implementation="pallas")
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, Config(cluster=4, group=3)], ids=str)

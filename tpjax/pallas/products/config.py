@@ -3,6 +3,7 @@
 """Which sizes the kernels of matrix products run with, and which calls they run."""
 
 import math
+from typing import Any
 
 from tpjax.core.operator import Key
 from tpjax.pallas.products.grouped import TMA_COLUMNS
@@ -63,6 +64,10 @@ def unsupported(key: Key) -> str | None:
     for other, aval in others:
         if aval is not None and aval.dtype.itemsize > 4:
             return f"{other} is {aval.dtype.name}; the kernel computes in float32"
+    options: dict[str, Any] = dict(key.options)
+    out_dtype = options.get("out_dtype", first.dtype)
+    if out_dtype.itemsize > 4:
+        return f"out_dtype is {out_dtype.name}; the kernel computes in float32"
     if any(0 in aval.shape for _, aval in key.operands if aval is not None):
         return "there is nothing to multiply"
     return None
