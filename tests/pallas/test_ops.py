@@ -122,6 +122,7 @@ def test_samples_cover(op):
     assert any(s.slow for s in op.samples)
     assert set(op.tol) >= {dtype.name for dtype, _ in specs if jnp.issubdtype(dtype, jnp.floating)}
     assert op.implementations[-1].platforms is None
+    assert checks.has_kernel(op) != bool(op.no_kernel)
 
 
 def test_names_are_unique():

@@ -223,6 +223,8 @@ class Op:
     cost: Callable[..., Cost]
     """Takes the arguments of `fn` as shapes and dtypes, returns the cost of one call."""
     partitioning: Partitioning
+    no_kernel: str = ""
+    """Why a row without a kernel has none."""
 
     @property
     def name(self) -> str:

@@ -35,6 +35,8 @@ class SupportRow(NamedTuple):
     """Arguments that have gradients."""
     refuses: tuple[str, ...]
     """Reasons it gives for the samples that it does not run."""
+    no_kernel: str
+    """Why the operator has no kernel; empty where it has one."""
 
 
 def support_rows() -> list[SupportRow]:
@@ -60,6 +62,7 @@ def _row(op: Op, implementation: Implementation) -> SupportRow:
         tuple(dtypes),
         gradients,
         tuple(refuses),
+        op.no_kernel,
     )
 
 
@@ -102,7 +105,9 @@ def support_markdown() -> str:
     lines.append("|---|---|---|---|---|---|")
     for row in support_rows():
         cells = (row.operator, row.implementation, row.runs_on, ", ".join(row.dtypes))
-        cells += (", ".join(row.gradients), "; ".join(row.refuses) or "nothing")
+        refused = "; ".join(row.refuses) or "nothing"
+        said = f"{refused}; no kernel: {row.no_kernel}" if row.no_kernel else refused
+        cells += (", ".join(row.gradients), said)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -12,6 +12,8 @@ from tpjax.core.reductions import argmax_reference, reduce_reference
 from tpjax.core.softmaxes import log_softmax_reference, softmax_reference
 from tpjax.pallas.plain import reductions, softmaxes
 
+STREAMS = "one read and one write of memory; XLA's code stays until a kernel is measured faster"
+REDUCES = "one read of memory; XLA's code stays until a kernel is measured faster"
 TOL = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12}
 
 
@@ -51,6 +53,7 @@ SOFTMAX = Op(
     tol=TOL,
     cost=softmax_cost,
     partitioning=softmaxes.PARTITIONING,
+    no_kernel=STREAMS,
 )
 """Softmax along an axis."""
 
@@ -68,6 +71,7 @@ LOG_SOFTMAX = Op(
     tol=TOL,
     cost=softmax_cost,
     partitioning=softmaxes.PARTITIONING,
+    no_kernel=STREAMS,
 )
 """The logarithm of softmax along an axis."""
 
@@ -89,6 +93,7 @@ REDUCE = Op(
     tol=TOL,
     cost=reduce_cost,
     partitioning=reductions.PARTITIONING,
+    no_kernel=REDUCES,
 )
 """Sum, mean, maximum, variance or logsumexp along axes."""
 
@@ -105,5 +110,6 @@ ARGMAX = Op(
     tol=TOL,
     cost=argmax_cost,
     partitioning=reductions.PARTITIONING,
+    no_kernel=REDUCES,
 )
 """Where along an axis the largest element is."""
