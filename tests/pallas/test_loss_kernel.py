@@ -31,7 +31,7 @@ def operands(tokens=136, features=64, vocab=192, dtype="bf16"):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Cuts tokens and vocabulary into several blocks, of which one is odd."""
-    monkeypatch.setattr(at_once, "block_size", lambda *sizes: 96)
+    monkeypatch.setattr(at_once, "block_size", lambda *sizes: 68)
     monkeypatch.setattr(again, "num_parts", lambda features, columns: 2)
     monkeypatch.setattr(again, "block_columns", lambda *sizes: 128)
     monkeypatch.setattr(again, "block_tokens", lambda *sizes: 96)

@@ -30,6 +30,7 @@ from tpjax.pallas.losses import terms
 from tpjax.pallas.losses.chunked import in_blocks
 from tpjax.pallas.losses.logit_kernel import LOG2E, Sums
 from tpjax.pallas.losses.setup import Setup
+from tpjax.pallas.partition import vary_alike
 
 SAMPLE = 256
 """Columns whose logits guess lse."""
@@ -146,8 +147,6 @@ def _block(
     A gradient that nothing is added to is rounded to `dtype` as it is made; None: it stays float32.
     """
     hidden, labels, weights = block
-    if dhead is not None:  # one block's weights in memory at a time
-        hidden, dhead = lax.optimization_barrier((hidden, dhead))
     options = setup.options
     labels = labels - terms.first_column(head, options)
     sums, written, shift = _weights(setup, hidden, head, labels)
@@ -160,8 +159,7 @@ def _block(
         rank_one = (known.every[:, None] * wide).sum(0)
         ours -= rank_one[:, None] if options.vocab_axis else rank_one
     dhead = ours if dhead is None else dhead + ours
-    dhead, dh = lax.optimization_barrier((dhead, dh.astype(hidden.dtype)))
-    return dhead, (dh, known.lse, known.loss)
+    return dhead, (dh.astype(hidden.dtype), known.lse, known.loss)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -185,7 +183,9 @@ def _forward(
     def run(hidden: Array, head: Array, labels: Array, weights: Array) -> Any:
         narrow, dtype = head.astype(hidden.dtype), head.dtype if at_once else None
         step = partial(_block, setup, narrow, sum_of_columns(setup, narrow), dtype)
-        dhead, rows = in_blocks(step, (hidden, labels, weights), size)
+        # A sum that starts at zero is one loop, in which XLA adds to it in place.
+        zeros = None if whole else vary_alike([jnp.zeros(head.shape, jnp.float32), hidden])[0]
+        dhead, rows = in_blocks(step, (hidden, labels, weights), size, zeros)
         # Where nothing was added up, float32 would keep no more.
         return dhead.astype(head.dtype) if whole else dhead, rows
 

@@ -47,12 +47,23 @@ def block_size(size: int, other: int, itemsize: int = 4) -> int:
     return min(size, math.ceil(wanted / ROUND_TO) * ROUND_TO)
 
 
-def in_blocks(step: Callable[[Any, Any], tuple[Any, Any]], xs: Any, size: int) -> tuple[Any, Any]:
+def in_blocks(
+    step: Callable[[Any, Any], tuple[Any, Any]], xs: Any, size: int, start: Any = None
+) -> tuple[Any, Any]:
     """Returns the last carry, and the results of all blocks of rows, joined.
 
-    The first block is the odd one, and its carry is None: what is summed need not start at zero.
+    Args:
+      step: takes a carry and a block, returns a carry and results. The carry of the first block is
+        None if that is the odd one, or without `start`: what is summed need not start at zero.
+      xs: arrays of rows.
+      size: rows of a block.
+      start: the carry of the first of several equal blocks; all of them are one loop then.
     """
     rows = jax.tree.leaves(xs)[0].shape[0]
+    if start is not None and rows > size and rows % size == 0:
+        equal = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), xs)
+        carry, results = lax.scan(step, start, equal)
+        return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
     head = rows % size or min(size, rows)
     carry, first = step(None, jax.tree.map(lambda x: x[:head], xs))
     if head == rows:
