@@ -37,6 +37,8 @@ QUARTERS = 4
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTUM = 128
 """Features come in multiples."""
+ROWS_ALIGNED = 32
+"""Numbers of rows in 128 bytes: TMA writes to multiples of them."""
 MAX_WIDTH = 128
 """W at most: a warp's lanes, each with a vector."""
 
@@ -117,7 +119,7 @@ def _launch(plan: Plan, x_RD: Array, rows_R: Array, seed: Array) -> Array:
     quarter = features // QUARTERS
     across = quarter // tile.width
     num_tiles = pl.cdiv(num_rows, tile.rows) * across
-    slot_bytes = QUARTERS * tile.rows * tile.width * dtype.itemsize + 4 * tile.rows
+    slot_bytes = QUARTERS * tile.rows * tile.width * dtype.itemsize + 128
     num_slots = plan.config.num_slots
     resident = SMEM_BYTES // (num_slots * slot_bytes + SYSTEM_BYTES)
     blocks = min(num_tiles, min(resident, plan.config.blocks_per_sm) * _mgpu.num_sms())
@@ -134,12 +136,12 @@ def _launch(plan: Plan, x_RD: Array, rows_R: Array, seed: Array) -> Array:
             for place, buffer in enumerate(slots):
                 source = x.at[window(at, place)]
                 plgpu.copy_gmem_to_smem(source, buffer.at[slot], barrier.at[slot])
-            of_tile = rows.at[window(at, 0)[0]]
-            plgpu.copy_gmem_to_smem(of_tile, row_slots.at[slot], barrier.at[slot])
+            of_tile = row_slots.at[slot, pl.ds(0, tile.rows)]
+            plgpu.copy_gmem_to_smem(rows.at[window(at, 0)[0]], of_tile, barrier.at[slot])
 
         def step(at: Any, slot: Any, carry: Any) -> Any:
             first = lax.rem(at, across) * tile.width
-            drawn = tile.words(words, row_slots.at[slot], first)
+            drawn = tile.words(words, row_slots.at[slot, pl.ds(0, tile.rows)], first)
             for buffer, bits in zip(slots, drawn, strict=True):
                 ref = buffer.at[slot]
                 value = plgpu.load(ref, layout=tile.layout, optimized=False).astype(jnp.float32)
@@ -162,7 +164,7 @@ def _launch(plan: Plan, x_RD: Array, rows_R: Array, seed: Array) -> Array:
         grid_names=("block",),
         scratch_types=[
             *[plgpu.SMEM((num_slots, tile.rows, 1, tile.width), dtype)] * QUARTERS,
-            plgpu.SMEM((num_slots, tile.rows), jnp.uint32),
+            plgpu.SMEM((num_slots, -(-tile.rows // ROWS_ALIGNED) * ROWS_ALIGNED), jnp.uint32),
             plgpu.Barrier(num_arrivals=QUARTERS + 1, num_barriers=num_slots),
         ],
         interpret=_mgpu.interpret_params(plan.interpret),
