@@ -210,8 +210,8 @@ def _forward(plan: Plan, x: Array, rows: Array, seed: Array) -> tuple[Array, tup
 
 
 def _backward(plan: Plan, kept: tuple[Array, Array], dy: Array) -> tuple[Array, Any, Any]:
-    none = (np.zeros(a.shape, jax.dtypes.float0) for a in kept)
-    return _run(plan, dy, *kept), *none
+    rows, seed = (np.zeros(a.shape, jax.dtypes.float0) for a in kept)
+    return _run(plan, dy, *kept), rows, seed
 
 
 _dropout.defvjp(_forward, _backward)
