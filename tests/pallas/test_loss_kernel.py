@@ -13,8 +13,8 @@ from tests.harness import assert_close, inputs
 from tests.pallas.test_loss import check, plain
 from tpjax.core.errors import UnsupportedError
 from tpjax.pallas import linear_cross_entropy
-from tpjax.pallas.losses import again, at_once, logit_kernel
-from tpjax.pallas.losses.logit_kernel import CONFIGS, Job, Operands
+from tpjax.pallas.losses import again, at_once, hopper, logit_kernel
+from tpjax.pallas.losses.logit_kernel import CONFIGS, Config, Job, Operands
 from tpjax.pallas.tuning import Request, trying
 
 SPLIT = jax.ShapeDtypeStruct((136,), jnp.float32)
@@ -31,6 +31,7 @@ def operands(tokens=136, features=64, vocab=192, dtype="bf16"):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Cuts tokens and vocabulary into several blocks, of which one is odd."""
+    monkeypatch.setattr(hopper, "CONFIGS", (Config(cluster=1),))  # fewer threads
     monkeypatch.setattr(at_once, "block_size", lambda *sizes: 68)
     monkeypatch.setattr(again, "num_parts", lambda features, columns: 2)
     monkeypatch.setattr(again, "block_columns", lambda *sizes: 128)
@@ -57,6 +58,7 @@ def test_blocks(form, reduction, small_blocks):
 def test_far_guess(form, monkeypatch):
     """A logit far above those that the guess has seen: the block is done again."""
     hidden, head, labels, weights = operands(64)
+    monkeypatch.setattr(hopper, "CONFIGS", (Config(cluster=1),))
     monkeypatch.setattr(at_once, "SAMPLE", 96)  # every other column
     head = head.at[187].multiply(60)
     logits = hidden.astype(jnp.float32) @ head.T.astype(jnp.float32)
@@ -81,11 +83,12 @@ LOWERED = [("sums", CONFIGS[0]), ("weights", CONFIGS[0]), *(("gradient", c) for 
 def test_kernels_lower(kind, config):
     """Every kernel, and every config, is legal on a GPU."""
     count = {"sums": 0, "weights": 1, "gradient": 4}[kind]
-    job = Job(kind, 0, 30.0, True, config, False)
+    job = Job(kind, 0, 30.0, True, config, False, 192 if kind == "gradient" else None)
     given = (*shapes(136, 64, 320), *[SPLIT] * count)
 
     def run(hidden, head, labels, *vectors):
-        return logit_kernel.run(job, Operands(hidden, head, labels, vectors))
+        first = None if job.columns is None else labels[:1]
+        return logit_kernel.run(job, Operands(hidden, head, labels, vectors, first))
 
     with tpjax.use(platform="cuda"):
         text = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()

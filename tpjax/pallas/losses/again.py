@@ -209,14 +209,14 @@ def _part(
     is_first = dhead is None
     # A product that is rounded as it is written needs no float32 of its own.
     rounded = head.dtype if is_first and dtype == head.dtype == jnp.bfloat16 else None
+    narrow = head.astype(dtype)
     zeros = jnp.zeros(hidden.shape if with_hidden else (), jnp.float32)
     zeros = zeros, jnp.zeros_like(head) if is_first else dhead
     state: Any = tuple(vary_alike([*zeros, hidden])[:2])
 
     def one(state: Any, start: Any, size: int) -> tuple[Array, Array]:
         dh, dhead = state
-        some = lax.dynamic_slice_in_dim(head, start, size, axis).astype(dtype)
-        dx = setup.run("gradient", hidden, some, labels - start, *vectors)
+        dx = setup.gradient(hidden, narrow, labels, vectors, start, size)
         ours = terms.dhead(dx, hidden, options, rounded)
         if rounded is None:
             ours *= scale
@@ -224,7 +224,10 @@ def _part(
                 ours += lax.dynamic_slice_in_dim(dhead, start, size, axis).astype(ours.dtype)
             ours = ours.astype(head.dtype)
         dhead = lax.dynamic_update_slice_in_dim(dhead, ours, start, axis)
-        return (dh + terms.dhidden(dx, some, options) if with_hidden else dh), dhead
+        if with_hidden:
+            some = lax.dynamic_slice_in_dim(narrow, start, size, axis)
+            dh = dh + terms.dhidden(dx, some, options)
+        return dh, dhead
 
     odd = columns % width
     state = one(state, 0, odd) if odd else state

@@ -67,6 +67,8 @@ class Job:
     smoothed: bool
     config: Config
     interpret: Interpret
+    columns: int | None = None
+    """Of the head, from `Operands.first` on, a multiple of 64; None: all."""
 
 
 class Operands(NamedTuple):
@@ -77,9 +79,11 @@ class Operands(NamedTuple):
     head: Any
     """[V, D], or [D, V] with `vocab_axis` 1."""
     labels: Any
-    """Columns [R], int32; none where out of range."""
+    """[R] int32, counted from the first column that takes part; out of range, there is none."""
     vectors: tuple[Any, ...]
     """[R] float32, logarithms in units of log2: of "weights" shift, of "gradient" lse, a, b, e."""
+    first: Any = None
+    """The first column of the head that takes part, int32 [1]; None where all do."""
 
 
 class Sums(NamedTuple):
@@ -113,11 +117,12 @@ class _Kernel(NamedTuple):
         del results
         job, tiles = self.job, self.tiles
         shares_columns = tiles.config.share_columns
+        first = 0 if operands.first is None else pl.multiple_of(operands.first[0], PIECE)
 
         def copies(tile: Tile, term: Array, slot: Array) -> list[Copy]:
             terms = pl.ds(term, DEPTH)
             rows = pl.ds(tile.row, tiles.config.block_rows)
-            columns = pl.ds(tile.column, tiles.width)
+            columns = pl.ds(tile.column + first, tiles.width)
             left, right = smem.ring.buffers
             place = (terms, columns) if job.vocab_axis else (columns, terms)
             return [
@@ -277,7 +282,7 @@ def run(job: Job, operands: Operands) -> Any:
       `Sums` of [N, R], for "weights" a pair with an array [R, V], or for "gradient" that alone.
     """
     tokens = operands.hidden.shape[0]
-    results = _one_by_one(job, *operands[:3], *operands.vectors)
+    results = _one_by_one(job)(operands)
 
     def cut(x: Array) -> Array:
         return x[:tokens]
@@ -289,22 +294,16 @@ def run(job: Job, operands: Operands) -> Any:
     return sums if written is None else (sums, cut(written))
 
 
-def _one_by_one(job: Job, *arrays: Array) -> Any:
-    """Runs the job, under vmap once after the other."""
-
-    @jax.custom_batching.sequential_vmap
-    def one(*arrays: Array) -> Any:
-        hidden, head, labels, *vectors = arrays
-        return _launch(Operands(hidden, head, labels, tuple(vectors)), job)
-
-    return one(*arrays)
+def _one_by_one(job: Job) -> Any:
+    """Returns the launch of the job, under vmap one after the other."""
+    return jax.custom_batching.sequential_vmap(partial(_launch, job=job))
 
 
 # One jit for equal calls: the blocks of a loss lower and assemble the kernel once.
 @partial(jax.jit, static_argnames="job")
 def _launch(operands: Operands, job: Job) -> Any:
-    hidden, head, labels, vectors = operands
-    (tokens, features), columns = hidden.shape, head.shape[job.vocab_axis]
+    hidden, head, labels, vectors, first = operands
+    (tokens, features), columns = hidden.shape, job.columns or head.shape[job.vocab_axis]
     config = replace(job.config, stages=min(job.config.stages, 4))
     tiles = Tiles(config, 1, _up(tokens, 8), columns, pl.cdiv(features, DEPTH))
     kernel = _Kernel(job, tiles)
@@ -317,6 +316,7 @@ def _launch(operands: Operands, job: Job) -> Any:
         head,
         _ended(labels, whole),
         tuple(_ended(v, whole) for v in vectors),
+        first,
     )
     line = jax.ShapeDtypeStruct((num_tiles, whole), jnp.float32)
     written = jax.ShapeDtypeStruct((tiles.rows, columns), hidden.dtype)

@@ -27,6 +27,20 @@ class Setup(NamedTuple):
         sizes = (options.vocab_axis, options.softcap, smoothed, self.config, self.interpret)
         return logit_kernel.run(Job(kind, *sizes), Operands(hidden, head, labels, vectors))
 
+    def gradient(
+        self, hidden: Array, head: Array, labels: Array, vectors: Any, first: Any, columns: int
+    ) -> Array:
+        """Returns the gradient of the logits of so many columns, from `first` on.
+
+        Labels, and lse, a, b and e in `vectors`, are as the kernel takes them.
+        """
+        options = self.options
+        smoothed = options.label_smoothing > 0
+        sizes = (options.vocab_axis, options.softcap, smoothed, self.config, self.interpret)
+        at = jnp.asarray(first, jnp.int32).reshape(1)
+        operands = Operands(hidden, head, labels - first, tuple(vectors), at)
+        return logit_kernel.run(Job("gradient", *sizes, columns), operands)
+
     def evaluate(self, hidden: Array, head: Array, labels: Array) -> Statistics:
         """Returns the statistics of all tokens; labels count the columns of all devices."""
         labels = labels - terms.first_column(head, self.options)
