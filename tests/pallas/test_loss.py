@@ -264,7 +264,7 @@ def test_form_follows_memory():
 
 def plain(hidden, head, labels):
     """The mean loss as anyone writes it."""
-    logits = hidden @ head.T
+    logits = (hidden @ head.T).astype(jnp.float32)
     return jnp.mean(
         jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
     )
