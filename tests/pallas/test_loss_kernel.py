@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import tpjax
-from tests.harness import assert_close, inputs
+from tests.harness import assert_close, inputs, run_python
 from tests.pallas.test_loss import check, plain
 from tpjax.core.errors import UnsupportedError
 from tpjax.pallas import linear_cross_entropy
@@ -66,6 +66,65 @@ def test_far_guess(form, monkeypatch):
     assert (logits.max(1) - guess).max() * logit_kernel.LOG2E > at_once.MOST_LOG2
     with tpjax.use(interpret=True):
         check((hidden, head, labels, weights), 6e-3, form=form, implementation="pallas")
+
+
+MESHES = """
+import jax, jax.numpy as jnp, tpjax
+from functools import partial
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.harness import assert_close, inputs
+from tpjax.pallas import linear_cross_entropy
+from tpjax.pallas.losses import terms
+from tpjax.pallas.losses.logit_kernel import LOG2E, Sums
+from tpjax.pallas.losses.setup import Setup
+
+
+def run(self, kind, hidden, head, labels, *vectors):
+    x = terms.logits(hidden, head, self.options)
+    label = jnp.where(terms.is_label(labels, x.shape[1], 0), x, 0).sum(1)[None]
+    top = x.max(1) * LOG2E if kind == "sums" else vectors[0]
+    weights = jnp.exp2(x * LOG2E - top[:, None])
+    sums = Sums(weights.sum(1)[None], label, x.sum(1)[None], top[None])
+    return sums if kind == "sums" else (sums, weights.astype(hidden.dtype))
+
+
+def gradient(self, hidden, head, labels, vectors, first, columns):
+    part = jax.lax.dynamic_slice_in_dim(head, first, columns, self.options.vocab_axis)
+    x, (lse, *by) = terms.logits(hidden, part, self.options), vectors
+    by = terms.Factors(*by)
+    return terms.dlogits(x, labels - first, 0, lse / LOG2E, by, self.options).astype(hidden.dtype)
+
+
+Setup.run, Setup.gradient = run, gradient  # the interpreter knows one device only
+hidden, head = inputs("bf16[8,6,64]", 0), (inputs("f32[128,64]", 1) * 0.3).astype(jnp.bfloat16)
+labels = jnp.where(jnp.arange(48).reshape(8, 6) % 7 == 2, -100, inputs("i32[8,6]", 2, 128))
+weights = inputs("f32[8,6]", 3)
+OPTIONS = {"z_loss": 1e-2, "label_smoothing": 0.1}
+
+
+def value_and_gradients(*operands, **options):
+    def loss(hidden, head, weights):
+        return linear_cross_entropy(hidden, head, labels, weights, **OPTIONS, **options)
+
+    return jax.value_and_grad(loss, (0, 1, 2))(*operands)
+
+
+want = value_and_gradients(hidden, head, weights, implementation="xla")
+for form, kind in (("one_pass", AxisType.Explicit), ("two_pass", AxisType.Auto)):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+    named = {"form": form, "mesh_axis": "model" if kind == AxisType.Auto else None}
+    with jax.set_mesh(mesh), tpjax.use(platform="cuda", implementation="pallas"):
+        place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+        operands = place(hidden, "data"), place(head, "model"), place(weights, "data")
+        got = jax.jit(partial(value_and_gradients, **named))(*operands)
+    assert_close(form, jax.device_get(got), want, 6e-3)
+print("right")
+"""
+
+
+def test_on_four_devices():
+    """Tokens and vocabulary split around the kernels, for which plain code stands."""
+    assert "right" in run_python(MESHES, devices=4)
 
 
 def shapes(tokens, features, vocab, vocab_axis=0, dtype=jnp.bfloat16):
