@@ -54,28 +54,36 @@ def in_blocks(
 
     Args:
       step: takes a carry and a block, returns a carry and results. The carry of the first block is
-        None if that is the odd one, or without `start`: what is summed need not start at zero.
+        None without `start`: what is summed need not start at zero.
       xs: arrays of rows.
-      size: rows of a block.
-      start: the carry of the first of several equal blocks; all of them are one loop then.
+      size: rows of a block. The odd block is the last: all start where a kernel may read.
+      start: the carry of the first of several whole blocks: all these are one loop then.
     """
     rows = jax.tree.leaves(xs)[0].shape[0]
-    if start is not None and rows > size and rows % size == 0:
-        equal = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), xs)
-        carry, results = lax.scan(step, start, equal)
-        return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
-    head = rows % size or min(size, rows)
-    carry, first = step(None, jax.tree.map(lambda x: x[:head], xs))
-    if head == rows:
-        return carry, first
-    shape = ((rows - head) // size, size)
-    rest = jax.tree.map(lambda x: x[head:].reshape(*shape, *x.shape[1:]), xs)
-    carry, others = lax.scan(step, carry, rest)
+    count, odd = divmod(rows, size)
 
-    def joined(a: Array, b: Array) -> Array:
-        return jnp.concatenate([a, b.reshape(-1, *b.shape[2:])])
+    def rows_from(first: int, stop: int) -> Any:
+        return jax.tree.map(lambda x: x[first:stop], xs)
 
-    return carry, jax.tree.map(joined, first, others)
+    carry, done, found = start if count > 1 else None, 0, []
+    if carry is None:
+        done = min(size, rows)
+        carry, results = step(None, rows_from(0, done))
+        found.append(results)
+    if done < count * size:
+        whole = rows_from(done, count * size)
+        whole = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), whole)
+        carry, results = lax.scan(step, carry, whole)
+        found.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results))
+    if odd and count:
+        rest, carry = lax.optimization_barrier((rows_from(count * size, rows), carry))
+        carry, results = step(carry, rest)  # the barrier: one block in memory at a time
+        found.append(results)
+    return carry, found[0] if len(found) == 1 else jax.tree.map(_joined, *found)
+
+
+def _joined(*parts: Array) -> Array:
+    return jnp.concatenate(parts)
 
 
 def _evaluate(hidden: Array, head: Array, labels: Array, options: Options) -> Statistics:
