@@ -64,9 +64,9 @@ def test_plain_form():
 
 CHUNK = kernels.CHUNK
 CASES = [
-    ("f32[40,64]", jnp.zeros(3 * CHUNK + 1, jnp.int32) + 39),  # one id over all chunks
-    ("bf16[9,192]", ids_of((2, CHUNK), -2, 11)),  # ids that name no row are passed over
-    ("f16[300,64]", jnp.concatenate([jnp.arange(CHUNK), jnp.arange(CHUNK - 1, CHUNK + 9)])),
+    ("f32[40,128]", jnp.zeros(3 * CHUNK + 1, jnp.int32) + 39),  # one id over all chunks
+    ("bf16[9,256]", ids_of((2, CHUNK), -2, 11)),  # ids that name no row are passed over
+    ("f16[300,128]", jnp.concatenate([jnp.arange(CHUNK), jnp.arange(CHUNK - 1, CHUNK + 9)])),
 ]
 """The last: an id begins with the last place of a chunk and ends with the first of the next."""
 
@@ -128,8 +128,8 @@ def test_door(wrong, error, text):
 
 
 def test_kernel_refuses_with_the_reason():
-    table = jax.ShapeDtypeStruct((7, 100), jnp.float32)
-    reason = "a multiple of 64 features; it has 100"
+    table = jax.ShapeDtypeStruct((7, 192), jnp.float32)
+    reason = "a multiple of 128 features; it has 192"
     with tpjax.use(platform="cuda"), pytest.warns(UserWarning, match=reason):
         (choice,) = chosen(embedding, table, IDS)
     assert choice.implementation == "xla"
@@ -141,7 +141,7 @@ def test_gpu_sizes(dtype):
     """Odd numbers of ids, widths that fill no whole number of slices, on a GPU."""
     run = partial(embedding, implementation="pallas")
     for i, count in enumerate((1, 3, 7, 63, 1000, 1031)):
-        for features in (64, 192, 768, 1088, 2880):
+        for features in (128, 768, 1408, 2304):
             check(f"{dtype}[{5 + 97 * i},{features}]", ids_of((count,), -1, 7 + 90 * i, i), run)
     for spec, ids in CASES:
         check(spec, ids, run)

@@ -38,8 +38,10 @@ CHUNK = 64
 """C, places of one block."""
 PIECE = 64
 """Neighbouring features that are one element of an axis: TMA moves at most 256 along an axis."""
-MAX_SLICE = 16
-"""S, pieces of one block, at most."""
+QUANTUM = 128
+"""Features come in multiples: each thread of a block has as many."""
+MAX_SLICE = 24
+"""Pieces of one block, at most."""
 NUM_SLOTS = 8
 """Rows on their way to a block."""
 DTYPES = ("bfloat16", "float16", "float32")
@@ -53,8 +55,8 @@ def unsupported(key: Key) -> str | None:
     name, features = table.dtype.name, table.shape[1]
     if name not in DTYPES:
         return f"the table must be of dtype {', '.join(DTYPES)}; it is {name}"
-    if features % PIECE:
-        return f"the table must have a multiple of {PIECE} features; it has {features}"
+    if features % QUANTUM:
+        return f"the table must have a multiple of {QUANTUM} features; it has {features}"
     if table.shape[0] >= 2**31 - 1:
         return f"ids are 32-bit integers; the table has {table.shape[0]} rows"
     return None
@@ -94,9 +96,11 @@ def ordered(ids_N: Array, num_rows: int) -> Order:
 
 
 def slice_of(pieces: int) -> int:
-    """Returns how many pieces a block takes, an even number; the last slice may go over the end."""
-    slices = -(-pieces // MAX_SLICE)
-    return 2 * -(-pieces // (2 * slices))
+    """Returns how many of an even number of pieces a block takes: an even divisor.
+
+    A slice that goes over the end of a row would be written into the next one.
+    """
+    return max(size for size in range(2, MAX_SLICE + 1, 2) if pieces % size == 0)
 
 
 class _Rows(NamedTuple):
@@ -240,9 +244,11 @@ def _summed(dy_ND: Array, ids_N: Array, num_rows: int, interpret: Interpret) -> 
         joints(order.joints, heads, tails, total)
         return []
 
-    operands = order, dy_ND.reshape(-1, pieces, PIECE)
+    operands = lax.optimization_barrier((order, dy_ND.reshape(-1, pieces, PIECE)))
     total = _mgpu.sum_in_gmem(run, operands, (num_rows, pieces, PIECE), dtype)[1]
-    return total.reshape(num_rows, -1)
+    # In a loop XLA has kernels read and write slices of stacked arrays where they lie, and forgets
+    # then that the table written to is to be the table of zeros.
+    return lax.optimization_barrier(total).reshape(num_rows, -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

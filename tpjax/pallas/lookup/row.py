@@ -31,8 +31,8 @@ EMBEDDING = Op(
     implementations=ways.EMBEDDING,
     samples=(
         Sample(("f32[7,128]", "i32[150]"), below={"ids": 9}),
-        Sample(("bf16[301,192]", "i32[2,31]"), below={"ids": 303}),
-        Sample(("f16[1,64]", "i32[3]"), below={"ids": 2}),
+        Sample(("bf16[301,256]", "i32[2,31]"), below={"ids": 303}),
+        Sample(("f16[1,128]", "i32[3]"), below={"ids": 2}),
         Sample(("f32[5,3]", "i32[2,2]"), below={"ids": 6}),
         Sample(("bf16[128256,4096]", "i32[2,8192]"), slow=True, below={"ids": 128256}),
     ),

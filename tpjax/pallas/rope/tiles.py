@@ -40,18 +40,18 @@ MAX_BOX = 256
 class Config:
     """Sizes of one launch; they change speed, never meaning."""
 
-    tile_elements: int = 4096
+    tile_elements: int = 2048
     """Elements of a tile, as far as whole heads allow."""
-    num_slots: int = 3
+    num_slots: int = 4
     """Tiles in flight in one block; at least 2."""
-    blocks_per_sm: int = 4
+    blocks_per_sm: int = 6
     """Blocks on one SM, as far as its shared memory allows."""
 
 
 CONFIGS = (
     Config(),
-    Config(tile_elements=2048, num_slots=4, blocks_per_sm=6),
-    Config(tile_elements=8192, num_slots=3, blocks_per_sm=3),
+    Config(tile_elements=1024, num_slots=6, blocks_per_sm=8),
+    Config(tile_elements=4096, num_slots=3, blocks_per_sm=4),
 )
 """Worth trying."""
 
@@ -73,8 +73,13 @@ class Head:
 
     @property
     def width(self) -> int:
-        """W, of a cut: what divides both the columns and the pairs."""
-        return math.gcd(self.columns, self.num_pairs)
+        """W, of a cut: what divides both the columns and the pairs.
+
+        There are at least two cuts. A whole head would be contiguous in device memory, and so a
+        tile of them, which is then not cut off at the end of an axis but at that of the array.
+        """
+        whole = self.num_pairs == self.columns
+        return self.columns // 2 if whole else math.gcd(self.columns, self.num_pairs)
 
     @property
     def num_cuts(self) -> int:
