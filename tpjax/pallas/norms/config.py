@@ -57,12 +57,22 @@ class Config:
     """Blocks on one SM, as far as its shared memory allows."""
     per_lane: int = 16
     """Features of a row that one lane takes before more lanes, then more warps, share the row."""
+    backward_slots: int = 4
+    backward_blocks_per_sm: int = 2
+    """As many as registers allow, or the last blocks start when the first have ended."""
+
+    def backward(self) -> "Config":
+        """Returns the config whose slots and blocks are those of the backward pass."""
+        return replace(
+            self, num_slots=self.backward_slots, blocks_per_sm=self.backward_blocks_per_sm
+        )
 
 
 CONFIGS = (
     Config(),
     Config(tile_elements=2048, num_slots=4, blocks_per_sm=6),
-    Config(tile_elements=8192, num_slots=2, blocks_per_sm=3),
+    Config(tile_elements=8192, num_slots=2, blocks_per_sm=3, backward_slots=3),
+    Config(backward_slots=3, backward_blocks_per_sm=3),
     Config(per_lane=8),
     Config(per_lane=32),
 )
@@ -130,7 +140,8 @@ def occupancy(
 
     There are no more of either than shared memory has room for.
     """
-    slots = min(config.num_slots, MAX_SLOTS_BYTES // slot_bytes)
+    half = SMEM_BYTES // 2 - BLOCK_SMEM_BYTES  # one block alone waits too much
+    slots = min(config.num_slots, max(2, half // slot_bytes), MAX_SLOTS_BYTES // slot_bytes)
     resident = min(config.blocks_per_sm, SMEM_BYTES // (slots * slot_bytes + BLOCK_SMEM_BYTES))
     blocks = max(1, resident * _mgpu.num_sms() // groups)
     return slots, min(-(-rows // tile.rows), blocks)

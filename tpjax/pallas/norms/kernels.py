@@ -52,9 +52,30 @@ class Vectors(NamedTuple):
 def _moments(norm: Norm, tile: Tile, ref: Any) -> list[Array]:
     """Returns the mean of rows, if it is to be subtracted, and the mean square of what is left."""
     if not norm.centred:
-        return [tile.mean(lambda p: jnp.square(tile.load(ref, p)))]
-    mean = tile.mean(lambda p: tile.load(ref, p))
-    return [mean, tile.mean(lambda p: jnp.square(tile.load(ref, p) - tile.spread(mean)))]
+        return tile.means(lambda p: [jnp.square(tile.load(ref, p))])
+    (mean,) = tile.means(lambda p: [tile.load(ref, p)])
+    return [mean, *tile.means(lambda p: [jnp.square(tile.load(ref, p) - tile.spread(mean))])]
+
+
+def _pulled_moments(norm: Norm, tile: Tile, ref: Any, g: Vector) -> list[Array]:
+    """Returns `_moments`, then mean(g (h - mean)) and, of a layer norm, mean(g)."""
+    if not norm.centred:
+        return tile.means(lambda p: _with_product(tile.load(ref, p), g(p)))
+    mean, mean_g = tile.means(lambda p: [tile.load(ref, p), g(p)])
+    centred = tile.means(lambda p: _with_product(tile.load(ref, p) - tile.spread(mean), g(p)))
+    return [mean, *centred, mean_g]
+
+
+def _finished(norm: Norm, moments: Numbers) -> list[Array]:
+    """Returns the mean, if any, rstd, mean(g z), and a layer norm's mean(g), of such moments."""
+    count = 1 + norm.centred
+    *mean, square = moments[:count]
+    rstd = lax.rsqrt(square + norm.eps)
+    return [*mean, rstd, moments[count] * rstd, *moments[count + 1 :]]
+
+
+def _with_product(x: Array, g: Array) -> list[Array]:
+    return [jnp.square(x), g * x]
 
 
 def _statistics(norm: Norm, tile: Tile, ref: Any) -> list[Array]:
@@ -154,18 +175,16 @@ class Backward(NamedTuple):
         norm, tile = self.norm, self.tile
         h, dy, *more = buffers
         count = 1 + norm.centred
-        statistics, pulls = given[:count], given[count:]
-        statistics = statistics or _statistics(norm, tile, h)
-
-        def z(piece: int) -> Array:
-            return _standardised(tile, h, statistics, piece)
 
         def g(piece: int) -> Array:
             return _scaled(norm, tile.load(dy, piece), vectors, piece)
 
-        if not pulls:
-            pulls = [tile.mean(lambda p: g(p) * z(p))]
-            pulls += [tile.mean(g)] if norm.centred else []
+        given = given or _finished(norm, _pulled_moments(norm, tile, h, g))
+        statistics, pulls = given[:count], given[count:]
+
+        def z(piece: int) -> Array:
+            return _standardised(tile, h, statistics, piece)
+
         sums = [list(total) for total in sums]
         for piece in range(tile.num_pieces):
             dx = g(piece) - z(piece) * tile.spread(pulls[0])
@@ -210,15 +229,11 @@ class BackwardStatistics(NamedTuple):
         """Is a `Step`."""
         del given
         norm, tile, (h, dy) = self.norm, self.tile, buffers
-        moments = _moments(norm, tile, h)
 
         def g(piece: int) -> Array:
             return _scaled(norm, tile.load(dy, piece), vectors, piece)
 
-        if not norm.centred:
-            return [*moments, tile.mean(lambda p: g(p) * tile.load(h, p))], sums
-        products = tile.mean(lambda p: g(p) * (tile.load(h, p) - tile.spread(moments[0])))
-        return [*moments, products, tile.mean(g)], sums
+        return _pulled_moments(norm, tile, h, g), sums
 
 
 def joined_forward(norm: Norm, parts: Numbers) -> list[Array]:

@@ -135,6 +135,7 @@ def _fwd(operands: Operands, job: Job) -> tuple[Array, Array | None]:
 def _bwd(kept: Operands, dy: Array, dh: Array | None, job: Job) -> Operands:
     """Returns the gradients: of h as those of x and, where dh is given, of the residual."""
     h, _, scale, bias = kept
+    job = job._replace(config=job.config.backward())
     arrays = [h, dy] if dh is None else [h, dy, dh]
     launcher, tile, long = _launcher(job, arrays, "_backward")
     scales = [_vector(scale, launcher.arrays[0].shape[2])]

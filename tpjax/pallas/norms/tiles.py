@@ -133,11 +133,14 @@ class Tile:
         zeros = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
         return [zeros] * self.num_pieces
 
-    def mean(self, piece_of: Callable[[int], Array]) -> Array:
-        """Returns the mean over the features of each row [r] of a tile, given piece by piece."""
-        x = piece_of(0)
+    def means(self, pieces_of: Callable[[int], Sequence[Array]]) -> list[Array]:
+        """Returns means over the features of each row [r] of tiles, given piece by piece."""
+        totals = list(pieces_of(0))
         for piece in range(1, self.num_pieces):
-            x = x + piece_of(piece)
+            totals = [x + y for x, y in zip(totals, pieces_of(piece), strict=True)]
+        return [self._mean(x) for x in totals]
+
+    def _mean(self, x: Array) -> Array:
         rows, chunks, features = self.shape
         while chunks % (2 * self.warps_per_row) == 0 and chunks > 2:  # by halves: fewer shuffles
             half = chunks // 2
