@@ -263,7 +263,10 @@ def sum_in_gmem(
         results = kernel(*jax.tree.unflatten(tree, leaves), total)
         return [*results, jax.freeze(total)]
 
-    *results, total = _as_values(run)(*leaves)
+    # In a loop XLA lets kernels read and write slices of stacked arrays where they lie, and forgets
+    # that what is written to there begins as zeros: hence the barriers.
+    leaves = lax.optimization_barrier(leaves)
+    *results, total = lax.optimization_barrier(tuple(_as_values(run)(*leaves)))
     axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
     varying = tuple(sorted(frozenset().union(*axes)))
     return results, jax.lax.pcast(total, varying, to="varying") if varying else total
