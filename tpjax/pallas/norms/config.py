@@ -27,6 +27,8 @@ LANES_PER_ROW = (8, 16, LANES)
 FEATURES_STEP = 8
 """Rows are of a multiple of this many features: fewer are no whole TMA_BYTES in 16 bits."""
 MAX_FEATURES = 65536
+MAX_RAGGED_FEATURES = 256
+"""Longer rows are of whole warps of features: XLA's code is twice as fast on 1000 (docs/log.md)."""
 SEGMENT = 4096
 """Rows that do not fit a tile are worked on in equal segments of at most this many features."""
 MIN_SEGMENT = 512
@@ -184,6 +186,12 @@ def unsupported(key: Key, *, centred: bool, quantises: bool = False) -> str | No
     what = "the last axis of x" if groups == 1 else "a group of the last axis of x"
     if features % FEATURES_STEP:
         return f"{what} must be a multiple of {FEATURES_STEP} features; it has {features}"
+    if features > MAX_RAGGED_FEATURES and features % LANES:
+        most = MAX_RAGGED_FEATURES
+        return (
+            f"{what} must be a multiple of {LANES} features beyond {most}, or XLA's code is "
+            f"faster; it has {features}"
+        )
     if features > MAX_FEATURES:
         return f"{what} must have at most {MAX_FEATURES} features; it has {features}"
     size = x.dtype.itemsize

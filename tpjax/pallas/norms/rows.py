@@ -16,6 +16,8 @@ from tpjax.pallas.norms.entry import layer_norm, rms_norm
 from tpjax.pallas.norms.fp8 import layer_norm_fp8, rms_norm_fp8
 
 TOL = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12}
+FP8_TOL = dict.fromkeys(TOL, 6e-3)
+"""A last bit before the rounding may lead to the neighbour, up to 1 in 8 away, in a few of many."""
 
 
 def rms_norm_cost(x: Any, scale: Any = None, **options: Any) -> Cost:
@@ -145,7 +147,7 @@ RMS_NORM_FP8 = Op(
         Sample(("bf16[16384,4096]", "bf16[4096]"), slow=True),
     ),
     diff=(),
-    tol=TOL,
+    tol=FP8_TOL,
     cost=rms_norm_fp8_cost,
     partitioning=ways.RMS_NORM_FP8_PARTITIONING,
 )
@@ -161,7 +163,7 @@ LAYER_NORM_FP8 = Op(
         Sample(("bf16[16384,4096]", "bf16[4096]", "bf16[4096]"), slow=True),
     ),
     diff=(),
-    tol=TOL,
+    tol=FP8_TOL,
     cost=layer_norm_fp8_cost,
     partitioning=ways.LAYER_NORM_FP8_PARTITIONING,
 )
