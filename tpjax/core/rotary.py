@@ -182,13 +182,10 @@ def joined(first: Array, second: Array, rest: Array, interleaved: bool) -> Array
     return jnp.concatenate([*first_second, rest] if rest.shape[-1] else first_second, axis=-1)
 
 
-def _turned(
-    xf: Array, positions: Array, frequencies: Array, interleaved: bool, amplitude: float
-) -> Array:
-    """Returns x, already in the dtype to compute in, turned."""
-    cos, sin = rotary_tables(positions, frequencies, amplitude, xf.dtype)
+def turned(xf: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """Returns x [*B, T, H, D] turned by angles of cosines and sines [*B, T, F] of its dtype."""
     cos, sin = cos[..., None, :], sin[..., None, :]  # the same for all heads
-    first, second, rest = pairs_of(xf, frequencies.shape[-1], interleaved)
+    first, second, rest = pairs_of(xf, cos.shape[-1], interleaved)
     return joined(first * cos - second * sin, second * cos + first * sin, rest, interleaved)
 
 
@@ -206,7 +203,8 @@ def rotary_embedding_reference(
     """
     positions, frequencies = defaults(x, positions, frequencies)
     xf = x.astype(statistics_dtype(x.dtype))
-    return _turned(xf, positions, frequencies, interleaved, amplitude).astype(x.dtype)
+    angles = rotary_tables(positions, frequencies, amplitude, xf.dtype)
+    return turned(xf, *angles, interleaved).astype(x.dtype)
 
 
 def rms_norm_rope_reference(
@@ -227,7 +225,8 @@ def rms_norm_rope_reference(
     positions, frequencies = defaults(x, positions, frequencies)
     xf = x.astype(statistics_dtype(x.dtype))
     normed = rms_norm_reference(xf, scale, eps=eps, scale_offset=scale_offset)
-    return _turned(normed, positions, frequencies, interleaved, amplitude).astype(x.dtype)
+    angles = rotary_tables(positions, frequencies, amplitude, normed.dtype)
+    return turned(normed, *angles, interleaved).astype(x.dtype)
 
 
 def defaults(x: Array, positions: Array | None, frequencies: Array | None) -> tuple[Array, Array]:

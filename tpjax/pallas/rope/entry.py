@@ -44,7 +44,7 @@ def rotary_embedding(
         them, scaled for long sequences or not. None: base 10000 over all D features.
       interleaved: whether pair i is features (2i, 2i + 1) instead of (i, i + F).
       amplitude: what turns is multiplied by; `Yarn.amplitude()`.
-      implementation: "pallas" or "xla"; None chooses.
+      implementation: "xla"; None chooses.
 
     Returns:
       [*B, T, H, D] of the dtype of `x`.

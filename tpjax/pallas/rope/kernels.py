@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of `rotary_embedding` and `rms_norm_rope` on Hopper: one pass each way.
+"""The kernels of `rms_norm_rope` on Hopper: one pass each way.
 
-    rotary_embedding   y = R x                         dx = R^T dy, the inverse rotation
-    rms_norm_rope      y = R (x rstd scale)            g' = R^T dy,  g = g' scale
-                                                       dx = rstd (g - x rstd^2 mean(g x))
-                                                       dscale = sum over tokens, heads of g' x rstd
+    y = R (x rstd scale)            g' = R^T dy,  g = g' scale
+                                    dx = rstd (g - x rstd^2 mean(g x))
+                                    dscale = sum over tokens and heads of g' x rstd
 
 R turns the pairs of a head by its token's angles; rstd = 1 / sqrt(mean(x^2) + eps) over D.
 
 Letters: B batch, T tokens, H heads, D features, F pairs, W features of a part (`tiles`). Numerics:
 float32 but for x, y, dy and dx, each rounded once. XLA makes the cosines and sines [T, 2F], read
 once for all heads of a tile. The backward pass keeps x, scale and the angles, and forms rstd again.
-Limits: `unsupported`. Bytes: 2 B T H D forward and backward, 3 B T H D backward with the norm.
+Limits: `unsupported`. Bytes: 2 B T H D forward, 3 B T H D backward.
 
 Source: Su et al. 2021; Zhang and Sennrich 2019, equation 4; and their derivatives.
 """
@@ -45,8 +44,7 @@ MAX_CUTS = 8
 class Plan(NamedTuple):
     """Everything static about a call; hashable."""
 
-    eps: float | None
-    """None: no norm."""
+    eps: float
     num_pairs: int
     interleaved: bool
     config: Config
@@ -86,16 +84,6 @@ def _turned(
         else:
             turned[i], turned[j] = first * cos - second * sin, second * cos + first * sin
     return turned
-
-
-def _turn(dtype: Any, back: bool, tile: Tile, spread: Any, cuts: Any, angles: Any, sums: Any):
-    """Turns the pairs of a tile where they are; what does not turn stays as it is."""
-    del spread
-    count = len(tile.head.pairs) * (1 if tile.head.interleaved else 2)
-    turning = cuts[0][:count]
-    parts = _turned(tile, tile.load(turning, dtype), tile.load_angles(angles), back)
-    tile.store(turning, parts, dtype)
-    return sums
 
 
 def _rstd(tile: Tile, x: Sequence[Array], eps: float) -> Array:
@@ -138,12 +126,8 @@ def _run(
     dtype = arrays[0].dtype
     head = Head(features, plan.num_pairs, plan.interleaved)
     tile = tile_for(head, tokens, heads, plan.config)
-    if plan.eps is None:
-        step, name = partial(_turn, dtype, back, tile), "rotary_embedding"
-    else:
-        kernel = _norm_turn_back if back else _norm_turn
-        step, name = partial(kernel, plan.eps, dtype, tile), "rms_norm_rope"
-    name += "_backward" if back else ""
+    step = partial(_norm_turn_back if back else _norm_turn, plan.eps, dtype, tile)
+    name = "rms_norm_rope_backward" if back else "rms_norm_rope"
     with_sums = back and scale_D is not None
     job = Sweep(step, tile, plan.config, len(arrays), with_sums, plan.interpret, name)
     words = [_words(x) if plan.interleaved else x for x in arrays]
@@ -170,14 +154,12 @@ def _rope(plan: Plan, x: Array, scale_D: Array | None, angles: Array) -> Array:
 
 
 def _forward(plan: Plan, x: Array, scale_D: Array | None, angles: Array) -> tuple[Array, Any]:
-    kept = (x if plan.eps is not None else None, scale_D, angles)
-    return _rope(plan, x, scale_D, angles), kept
+    return _rope(plan, x, scale_D, angles), (x, scale_D, angles)
 
 
 def _backward(plan: Plan, kept: Any, dy: Array) -> tuple[Array, Array | None, Array]:
     x, scale_D, angles = kept
-    arrays = (dy,) if x is None else (x, dy)
-    dx, dscale = _launched(plan, True, arrays, angles, scale_D)
+    dx, dscale = _launched(plan, True, (x, dy), angles, scale_D)
     return dx, dscale, jnp.zeros_like(angles)  # nobody asks: frequencies have no gradient
 
 
@@ -194,37 +176,6 @@ def _prepared(x: Array, positions: Array, frequencies: Array, amplitude: float) 
     return x.reshape(-1, *shape), jnp.concatenate([cos, sin], -1)
 
 
-def _called(
-    op: str,
-    eps: float | None,
-    operands: tuple[Array, Array | None, Array, Array],
-    interleaved: bool,
-    amplitude: float,
-    config: Config | None,
-) -> Array:
-    x, scale, positions, frequencies = operands
-    num_pairs = frequencies.shape[0]
-    x_BTHD, angles = _prepared(x, positions, frequencies, amplitude)
-    shapes = (*x_BTHD.shape, num_pairs, interleaved, x.dtype.name)
-    sizes = config or config_for(op, shapes, CONFIGS, CONFIGS[0])
-    plan = Plan(eps, num_pairs, interleaved, sizes, dispatch.current_target().interpret)
-    return _rope(plan, x_BTHD, scale, angles).reshape(x.shape)
-
-
-def rotary_embedding_pallas(
-    x: Array,
-    positions: Array,
-    frequencies: Array,
-    *,
-    interleaved: bool,
-    amplitude: float,
-    config: Config | None = None,
-) -> Array:
-    """Runs the kernel on a checked call that it supports: x [*B, T, H, D], not empty."""
-    operands = (x, None, positions, frequencies)
-    return _called("rotary_embedding", None, operands, interleaved, amplitude, config)
-
-
 def rms_norm_rope_pallas(
     x: Array,
     scale: Array | None,
@@ -238,7 +189,11 @@ def rms_norm_rope_pallas(
     config: Config | None = None,
 ) -> Array:
     """Runs the kernels on a checked call that they support: x [*B, T, H, D], not empty."""
+    num_pairs = frequencies.shape[0]
+    x_BTHD, angles = _prepared(x, positions, frequencies, amplitude)
+    shapes = (*x_BTHD.shape, num_pairs, interleaved, x.dtype.name)
+    sizes = config or config_for("rms_norm_rope", shapes, CONFIGS, CONFIGS[0])
+    plan = Plan(eps, num_pairs, interleaved, sizes, dispatch.current_target().interpret)
     if scale is not None:
         scale = scale.astype(jnp.float32) + scale_offset
-    operands = (x, scale, positions, frequencies)
-    return _called("rms_norm_rope", eps, operands, interleaved, amplitude, config)
+    return _rope(plan, x_BTHD, scale, angles).reshape(x.shape)

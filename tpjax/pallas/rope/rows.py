@@ -49,6 +49,7 @@ ROTARY_EMBEDDING = Op(
     tol=TOL,
     cost=rotary_embedding_cost,
     partitioning=ways.ROTARY_EMBEDDING_PARTITIONING,
+    no_kernel="XLA's code turns [2, 8192, 32, 128] bfloat16 in 79 us, 3.39 TB/s; a kernel took 91",
 )
 """Rotary position embedding."""
 
@@ -58,6 +59,7 @@ RMS_NORM_ROPE = Op(
     implementations=ways.RMS_NORM_ROPE,
     samples=(
         Sample(("f32[5,3,64]", "f32[64]", "i32[5]", "f32[16]")),
+        Sample(("bf16[2,5,3,128]", "bf16[128]", "i32[2,5]", "f32[32]")),
         Sample(("bf16[2,5,8,64]", "bf16[64]"), {"interleaved": True, "scale_offset": 1.0}),
         Sample(("f16[7,1,32]", None), {"amplitude": 1.25}),
         Sample(("f32[3,1,6]", "f32[6]", None, "f32[2]")),
