@@ -60,7 +60,7 @@ def test_nothing_to_multiply():
 
 def test_wider_result():
     """A result may be wider than its operands: it is the sum, not rounded."""
-    a, b = inputs("bf16[9,40]", 0), inputs("bf16[40,16]", 1)
+    a, b = inputs("bf16[65,40]", 0), inputs("bf16[40,16]", 1)
     want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     for use in ({"interpret": True}, {"implementation": "xla"}):
         with tpjax.use(**use):
@@ -70,9 +70,10 @@ def test_wider_result():
 
 def test_refusals():
     """What the kernel would round, or would not fill, is refused with the reason."""
-    x = jnp.ones((4, 4), jnp.bfloat16)
+    x, y = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((64, 4), jnp.bfloat16)
     for says, call in (
         ("takes bfloat16 and float16", lambda: matmul(A, B, implementation="pallas")),
+        ("fewer than 64 rows", lambda: matmul(x, x, implementation="pallas")),
         ("nothing to multiply", lambda: matmul(x[:, :0], x[:0], implementation="pallas")),
     ):
         with tpjax.use(platform="cuda"), pytest.raises(UnsupportedError) as e:
@@ -80,9 +81,9 @@ def test_refusals():
         assert says in str(e.value)
     with jax.enable_x64(True), tpjax.use(platform="cuda"):
         with pytest.raises(UnsupportedError, match="out_dtype is float64"):
-            matmul(x, x, out_dtype="float64", implementation="pallas")
+            matmul(y, x, out_dtype="float64", implementation="pallas")
         with pytest.raises(UnsupportedError, match="bias is float64"):
-            matmul(x, x, jnp.ones(4, "float64"), implementation="pallas")
+            matmul(y, x, jnp.ones(4, "float64"), implementation="pallas")
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, Config(cluster=4, group=3)], ids=str)
@@ -196,7 +197,9 @@ ODD = (1, 3, 7, 63, 1000, 1031)
 @pytest.mark.parametrize("size", ODD)
 def test_odd_sizes_on_gpu(size):
     """Sizes that fill no tile, each along one axis and along all, with all that may follow."""
-    for rows, terms, columns in ((size, 128, 256), (200, size, 256), (200, 128, size), (size,) * 3):
+    rows = size + 64  # fewer are refused
+    for sizes in ((rows, 128, 256), (200, size, 256), (200, 128, size), (rows, size, size)):
+        rows, terms, columns = sizes
         result, vector = f"bf16[{rows},{columns}]", f"f32[{columns}]"
         specs = (f"bf16[{rows},{terms}]", f"bf16[{terms},{columns}]", vector, result, vector)
         sample = Sample(specs, {"activation": "gelu"})

@@ -4,6 +4,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,6 +12,15 @@ from tpjax.core.norms import statistics_dtype
 from tpjax.core.operator import Implementation, Partitioning
 from tpjax.core.products import ACTIVATIONS, halves, matmul_reference
 from tpjax.pallas.products import config, gated, plain
+
+
+def _flat(x: Array) -> Array:
+    """Returns [*R, D] as [R, D], unless its type says that it is split over devices.
+
+    Gradients of weights that are summed over several axes XLA rounds on the way.
+    """
+    split = any(jax.typeof(x).sharding.spec)
+    return x if split or x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _matmul_xla(
@@ -24,21 +34,26 @@ def _matmul_xla(
     out_dtype: Any,
 ) -> Array:
     if bias is None and residual is None and scale is None and activation == "linear":
-        return jnp.matmul(a, b, preferred_element_type=out_dtype)  # XLA rounds once, too
+        rows = _flat(a) if b.ndim == 2 else a
+        out = jnp.matmul(rows, b, preferred_element_type=out_dtype)  # XLA rounds once, too
+        return out.reshape(*a.shape[:-1], -1) if rows is not a else out
     return matmul_reference(a, b, bias, residual, scale, activation=activation, out_dtype=out_dtype)
 
 
 def _gated_linear_unit_xla(x: Array, w: Array, w_up: Array | None, *, activation: str) -> Array:
     """Rounds gate and up to the dtype of x, as kernels do for the backward pass."""
-    wide = statistics_dtype(x.dtype)
-    gate, up = ((x @ half).astype(wide) for half in halves(w, w_up))
-    return (ACTIVATIONS[activation].value(gate) * up).astype(x.dtype)
+    wide, rows = statistics_dtype(x.dtype), _flat(x)
+    gate, up = ((rows @ half).astype(wide) for half in halves(w, w_up))
+    hidden = (ACTIVATIONS[activation].value(gate) * up).astype(x.dtype)
+    return hidden if rows is x else hidden.reshape(*x.shape[:-1], -1)
 
 
 def _gated_mlp_xla(
     x: Array, w: Array, w_down: Array, w_up: Array | None, *, activation: str
 ) -> Array:
-    return _gated_linear_unit_xla(x, w, w_up, activation=activation) @ w_down
+    rows = _flat(x)
+    out = _gated_linear_unit_xla(rows, w, w_up, activation=activation) @ w_down
+    return out if rows is x else out.reshape(x.shape)
 
 
 HOPPER = {"platforms": ("cuda",), "capabilities": ("9.0",)}

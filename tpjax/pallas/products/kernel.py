@@ -246,10 +246,19 @@ class _Finishing(NamedTuple):
             plgpu.copy_gmem_to_smem(source, buffer.at[self.worker, slot], ready)
 
     def start(self) -> list[Array]:
-        """Starts copying the first pieces of the sides; returns those of the vectors."""
+        """Starts copying the first pieces of the sides; returns those of the vectors.
+
+        During the main loop what follows of the sides comes as near as L2.
+        """
+        finish, tiles = self.kernel.job.finish, self.kernel.tiles
         if self.smem.sides:
             for number in range(self.kernel.staging.side_slots):
                 self._bring(number)
+        if finish.factors:
+            rows, columns = tiles.config.rows, pl.ds(self.tile.column, tiles.width)
+            own = pl.ds(self.tile.row + self.worker * rows, rows)
+            for panel in finish.sides:
+                plgpu.async_prefetch(panel.at(self.arrays.sides, self.tile.batch, own, columns))
         return self._vectors(0)
 
     def _sides(self, number: int) -> list[Array]:
