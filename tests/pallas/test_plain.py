@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.harness import assert_close, inputs, run_python
-from tpjax.core import softmaxes
+from tpjax.core import reductions, softmaxes
 from tpjax.pallas import argmax, log_softmax, reduce, softmax
 
 TOL = {"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3}
@@ -106,7 +106,14 @@ def test_reduce_against_numpy(kind):
         assert_close("argmax", where, np.argmax(np.asarray(x), 0).astype(np.int32), 0)
 
 
-def test_variance_has_the_gradient_of_its_formula():
+@pytest.mark.parametrize("online", [False, True])
+def test_variance(online, monkeypatch):
+    """By two passes or by triples: that of NumPy, and the gradient of its formula."""
+    monkeypatch.setattr(reductions, "ONLINE_FROM", 1 if online else 1 << 40)
+    for size in SIZES:
+        x = inputs(f"f32[3,{size}]", 0) + 100
+        want = np.var(np.asarray(x, np.float64), axis=1).astype(np.float32)
+        assert_close("variance", reduce(x, kind="var"), want, 2e-5)  # the mean is rounded at 100
     x, t = inputs("f32[7,9]", 0), inputs("f32[7]", 1)
     _, vjp = jax.vjp(partial(reduce, kind="var"), x)
     want = 2 * (x - x.mean(1, keepdims=True)) / 9 * t[:, None]

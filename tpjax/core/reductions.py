@@ -1,19 +1,22 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions along axes: what they mean, in plain `jax.numpy`, each in one pass over its operand.
+"""Reductions along axes: what they mean, in plain `jax.numpy`, and in one pass over long rows.
 
     sum, mean, max, logsumexp     as their names say
-    var                           mean of (x - mean(x))^2, by Welford's pairs
+    var                           mean of (x - mean(x))^2; of long rows by Welford's triples
 
     (n, mean, m2) + (n', mean', m2') = (N, mean + d n' / N, m2 + m2' + d^2 n n' / N)
                                                                   d = mean' - mean, N = n + n'
 
-Numerics: float32 (float64 for float64 x), rounded once to x's dtype. An order of additions follows
-from the shape: runs agree to the last bit.
+Numerics: float32 (float64 for float64 x), rounded once to x's dtype; the variance is centred. An
+order of additions follows from the shape: runs agree to the last bit. On an H200 the triples take
+52 us for [512, 131072] bfloat16 where two passes take 76, but 54 for [16384, 4096] where those take
+43, and 488 for its columns where those take 99.
 
 Source: Chan, Golub and LeVeque 1979 (pairwise Welford).
 """
 
+import math
 from functools import partial
 from typing import Literal
 
@@ -22,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tpjax.core.norms import statistics_dtype
+from tpjax.core.softmaxes import ONLINE_FROM
 
 Kind = Literal["sum", "mean", "max", "var", "logsumexp"]
 KINDS = ("sum", "mean", "max", "var", "logsumexp")
@@ -36,8 +40,10 @@ def reduce_reference(
     """
     xf = x.astype(statistics_dtype(x.dtype))
     axes = tuple(sorted(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis)))
+    rows = axes == tuple(range(x.ndim - len(axes), x.ndim))
+    long = rows and math.prod(x.shape[a] for a in axes) >= ONLINE_FROM
     if kind == "var":
-        result = _variance(xf, axes)
+        result = _variance(xf, axes) if long else jnp.var(xf, axes)
     elif kind == "logsumexp":
         result = jax.nn.logsumexp(xf, axes)
     else:

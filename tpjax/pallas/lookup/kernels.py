@@ -45,6 +45,8 @@ MAX_SLICE = 24
 NUM_SLOTS = 8
 """Rows on their way to a block."""
 DTYPES = ("bfloat16", "float16", "float32")
+MOST_TO_COMPARE = 4096
+"""Chunks up to which each is compared with all at once, not in a loop of small steps."""
 NOTES = 8
 """Numbers that a chunk is told beside the places and ids of its rows."""
 
@@ -90,7 +92,8 @@ def ordered(ids_N: Array, num_rows: int) -> Order:
     chunks = jnp.concatenate([places, keys, jnp.stack([before, after, real], 1), notes], 1)
     begins = (last == after) & (last < num_rows) & ((last != first) | (first != before))
     # The last chunk whose first id is this one.
-    end = jnp.searchsorted(first, last, side="right").astype(jnp.int32) - 1
+    method = "compare_all" if count <= MOST_TO_COMPARE else "scan"
+    end = jnp.searchsorted(first, last, side="right", method=method).astype(jnp.int32) - 1
     joint = jnp.stack([jnp.where(begins, last, num_rows), end], 1)
     return Order(chunks, jnp.pad(joint, ((0, 0), (0, NOTES - 2))))
 

@@ -30,8 +30,8 @@ def reduce(
     """Returns the sum, mean, maximum, variance or logsumexp of x along the axes.
 
     Everything is float32 (float64 for float64 x), rounded once. The variance is that of the
-    elements given (divided by their number), in one pass by Welford's pairs, never E[x^2] - E[x]^2.
-    Runs agree to the last bit.
+    elements given (divided by their number), of long rows in one pass by Welford's triples, never
+    E[x^2] - E[x]^2. Runs agree to the last bit.
 
     Args:
       x: bfloat16, float16, float32 or float64, of rank 1 or more.
@@ -52,7 +52,7 @@ def reduce(
       >>> reduce(jnp.array([[1.0, 3.0], [2.0, 2.0]]), kind="var").tolist()
       [1.0, 0.0]
 
-    Source: Chan, Golub and LeVeque 1979 (Welford's pairs).
+    Source: Chan, Golub and LeVeque 1979 (Welford's triples).
     """
     op = "reduce"
     door.check_x(op, x)

@@ -12,8 +12,14 @@ from tpjax.core.reductions import argmax_reference, reduce_reference
 from tpjax.core.softmaxes import log_softmax_reference, softmax_reference
 from tpjax.pallas.plain import reductions, softmaxes
 
-STREAMS = "one read and one write of memory; XLA's code stays until a kernel is measured faster"
-REDUCES = "one read of memory; XLA's code stays until a kernel is measured faster"
+SOFTMAX_BY_XLA = (
+    "XLA's code is one pass where a row fits one block, 86 us and 3.13 TB/s for [16384, 4096] "
+    "bfloat16; rows from 32768 on are read once for maximum and sum"
+)
+REDUCE_BY_XLA = (
+    "XLA's code reads [16384, 4096] bfloat16 at 3.12 TB/s for a mean, 3.37 for a maximum"
+)
+ARGMAX_BY_XLA = "XLA's code reads [16384, 4096] bfloat16 in 46 us, 2.90 TB/s"
 TOL = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-12}
 
 
@@ -53,7 +59,7 @@ SOFTMAX = Op(
     tol=TOL,
     cost=softmax_cost,
     partitioning=softmaxes.PARTITIONING,
-    no_kernel=STREAMS,
+    no_kernel=SOFTMAX_BY_XLA,
 )
 """Softmax along an axis."""
 
@@ -71,7 +77,7 @@ LOG_SOFTMAX = Op(
     tol=TOL,
     cost=softmax_cost,
     partitioning=softmaxes.PARTITIONING,
-    no_kernel=STREAMS,
+    no_kernel=SOFTMAX_BY_XLA,
 )
 """The logarithm of softmax along an axis."""
 
@@ -93,7 +99,7 @@ REDUCE = Op(
     tol=TOL,
     cost=reduce_cost,
     partitioning=reductions.PARTITIONING,
-    no_kernel=REDUCES,
+    no_kernel=REDUCE_BY_XLA,
 )
 """Sum, mean, maximum, variance or logsumexp along axes."""
 
@@ -110,6 +116,6 @@ ARGMAX = Op(
     tol=TOL,
     cost=argmax_cost,
     partitioning=reductions.PARTITIONING,
-    no_kernel=REDUCES,
+    no_kernel=ARGMAX_BY_XLA,
 )
 """Where along an axis the largest element is."""
