@@ -239,6 +239,7 @@ def test_kernel_refuses_with_the_reason():
         (rms_norm, 37, jnp.float32, {}, "x must be a multiple of 8 features; it has 37"),
         (rms_norm, 65568, jnp.bfloat16, {}, "at most 65536 features; it has 65568"),
         (rms_norm, 1000, jnp.bfloat16, {}, "multiple of 32 features beyond 256, or XLA's code is"),
+        (rms_norm, 16384, jnp.bfloat16, {}, "XLA's code is faster than the kernels that"),
         (layer_norm, 32 * 1031, jnp.bfloat16, {}, "fit no warpgroup, and have no equal segments"),
         (layer_norm, 96, jnp.float32, {"num_groups": 8}, "a group of the last axis of x must be"),
         (rms_norm, 65536, jnp.float32, {"num_groups": 2}, "groups of 32768 float32 do not fit"),

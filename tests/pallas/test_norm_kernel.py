@@ -201,10 +201,10 @@ def test_lowers_for_cuda(norm, features, dtype, config):
 
 def test_tiles():
     """A tile deals its elements out exactly, and two of its buffers fit in shared memory."""
-    limits, buffers = (sizes.MAX_PER_LANE, sizes.MAX_PER_LANE_CENTRED), ((2, 2), (4, 2, 4), (2, 1))
+    buffers = ((2, 2), (4, 2, 4), (2, 1))
     widths = (*range(16, 400, 8), *range(448, 16385, 64))
-    for features, itemsizes, limit, config in product(widths, buffers, limits, CONFIGS):
-        tile = tile_for(features, itemsizes, limit, config)
+    for features, itemsizes, config in product(widths, buffers, CONFIGS):
+        tile = tile_for(features, itemsizes, config)
         if tile is None:
             continue
         assert tile.num_chunks * tile.chunk == features
@@ -224,15 +224,15 @@ def test_usual_sizes_have_a_tile():
     usual = (*heads, 512, 768, 1024, 1600, 2048, 2560, 2880, 3072, 4096)
     wide = (5120, 6144, 7168, 8192, 11008, 12288, 14336, 16384, 18432, 28672, 32768, 65536)
     for features, size in product((*usual, *wide), (2, 4)):
-        for centred, buffers in product((False, True), ((size,) * 2, (size,) * 3)):
-            tile = tile_for(features, buffers, sizes.per_lane_of(centred), CONFIGS[0])
+        for buffers in ((size,) * 2, (size,) * 3):
+            tile = tile_for(features, buffers, CONFIGS[0])
             assert tile or (features in wide and sizes.segments(features, buffers))
 
 
 def test_short_rows_take_few_lanes():
     """A head is summed up in 3 shuffles, 4 rows at once in a warp."""
     for features in (64, 96, 128):
-        tile = tile_for(features, (2, 2), sizes.MAX_PER_LANE, CONFIGS[0])
+        tile = tile_for(features, (2, 2), CONFIGS[0])
         assert tile
         assert (tile.warps_per_row, tile.lanes_per_row, tile.vector) == (1, 8, 4)
 

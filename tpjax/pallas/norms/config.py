@@ -39,10 +39,9 @@ MAX_BLOCK_SMEM_BYTES = 227 * 1024
 BLOCK_SMEM_BYTES = REDUCTION_BYTES + 2048
 """Of it, what a block takes beside its buffers: for sums over warps, barriers, and the system."""
 MAX_SLOTS_BYTES = MAX_BLOCK_SMEM_BYTES - BLOCK_SMEM_BYTES
-MAX_PER_LANE = 128
-"""Features of a row that one lane may hold without spilling registers."""
-MAX_PER_LANE_CENTRED = 64
-"""The same of layer norm, whose backward pass keeps two sums over rows."""
+MAX_PER_LANE = 64
+"""Features of a row that one lane may hold; sums over rows of 128 spill registers, and reading such
+rows twice takes less time."""
 EASY_PER_LANE = 48
 """A row may take this many registers of a thread before narrower accesses are the smaller evil."""
 
@@ -93,7 +92,7 @@ def chosen(op: str, x: Array) -> Config:
     return config_for(op, shapes, CONFIGS, heuristic(x.shape[-1], x.dtype.itemsize))
 
 
-def _tiles(features: int, itemsizes: Sequence[int], max_per_lane: int) -> Iterator[Tile]:
+def _tiles(features: int, itemsizes: Sequence[int]) -> Iterator[Tile]:
     """Yields every way to lay out a row."""
     for vector, warps, lanes in product((MAX_VECTOR, 2, 1), (1, 2, 4), LANES_PER_ROW):
         tile = Tile(0, features, warps, vector, lanes)
@@ -102,13 +101,11 @@ def _tiles(features: int, itemsizes: Sequence[int], max_per_lane: int) -> Iterat
         whole = all(tile.chunk * size % TMA_BYTES == 0 for size in itemsizes)
         small = 2 * tile.rows * features * sum(itemsizes) <= MAX_SLOTS_BYTES
         boxed = 2 <= tile.num_chunks <= MAX_BOX
-        if exact and whole and small and boxed and tile.per_lane <= max_per_lane:
+        if exact and whole and small and boxed and tile.per_lane <= MAX_PER_LANE:
             yield tile
 
 
-def tile_for(
-    features: int, itemsizes: Sequence[int], max_per_lane: int, config: Config
-) -> Tile | None:
+def tile_for(features: int, itemsizes: Sequence[int], config: Config) -> Tile | None:
     """Returns the tile for rows of `features` elements, or None where there is none.
 
     Rows that take few registers are laid out for the widest accesses, then for few threads a row.
@@ -116,7 +113,6 @@ def tile_for(
     Args:
       features: of a row, or of a group of it.
       itemsizes: bytes of an element of each array of rows that has buffers.
-      max_per_lane: features of a row that one lane may hold.
       config: sizes.
     """
 
@@ -126,7 +122,7 @@ def tile_for(
         threads = tile.warps_per_row * tile.lanes_per_row
         return hardship, -tile.vector, shared, threads, tile.warps_per_row
 
-    found = sorted(_tiles(features, itemsizes, max_per_lane), key=rank)
+    found = sorted(_tiles(features, itemsizes), key=rank)
     if not found:
         return None
     tile = found[0]
@@ -154,14 +150,9 @@ def segments(features: int, itemsizes: Sequence[int]) -> int | None:
     for count in range(-(-features // SEGMENT), features // MIN_SEGMENT + 1):
         if features % count == 0:
             size = features // count
-            if tile_for(size, itemsizes, MAX_PER_LANE_CENTRED, CONFIGS[0]):
+            if tile_for(size, itemsizes, CONFIGS[0]):
                 return count
     return None
-
-
-def per_lane_of(centred: bool) -> int:
-    """Returns how many features of a row one lane may hold."""
-    return MAX_PER_LANE_CENTRED if centred else MAX_PER_LANE
 
 
 def unsupported(key: Key, *, centred: bool, quantises: bool = False) -> str | None:
@@ -198,12 +189,15 @@ def unsupported(key: Key, *, centred: bool, quantises: bool = False) -> str | No
     buffers = [size, *([size] if residual is None else [residual.dtype.itemsize] * 2)]
     if quantises:
         buffers = [size, 1]
-    if tile_for(features, buffers, per_lane_of(centred), CONFIGS[0]) is not None:
+    if tile_for(features, buffers, CONFIGS[0]) is not None:
         return None
     if quantises:
         return f"rows of {features} {x.dtype.name}, quantised, do not fit a warpgroup"
     if groups > 1:
         return f"groups of {features} {x.dtype.name} do not fit a warpgroup"
+    if not centred and residual is None:  # forward and backward in 0.6 of the time, see docs/log.md
+        what = f"rows of {features} {x.dtype.name} do not fit a warpgroup"
+        return f"{what}, and XLA's code is faster than the kernels that read them twice"
     if segments(features, buffers) is None:
         return (
             f"rows of {features} {x.dtype.name} fit no warpgroup, and have no equal segments of "

@@ -58,8 +58,7 @@ class Launcher(NamedTuple):
     def tile(self, extra: Sequence[int] = ()) -> Tile | None:
         """Returns the tile of these rows, or None where there is none."""
         itemsizes = [*(x.dtype.itemsize for x in self.arrays), *extra]
-        limit = sizes.per_lane_of(self.job.norm.centred)
-        return sizes.tile_for(self.arrays[0].shape[-1], itemsizes, limit, self.job.config)
+        return sizes.tile_for(self.arrays[0].shape[-1], itemsizes, self.job.config)
 
     def run(self, step: Any, vectors: Any, numbers: Sequence[Array] = (), **counts: Any) -> Swept:
         """Runs a step of `kernels` on all rows."""
