@@ -209,7 +209,9 @@ def test_gpu_memory(form, share):
 
     def taken(fn):
         compiled = jax.jit(jax.value_and_grad(fn, (0, 1))).lower(*given).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     head_bytes = 4 * 128256 * 4096 if form == "one_pass" else 0
     ours = taken(partial(linear_cross_entropy, form=form, implementation="pallas"))

@@ -32,7 +32,7 @@ A, B = jnp.ones((4, 6)), jnp.ones((6, 8))
 @pytest.mark.parametrize(
     ("error", "says", "call"),
     [
-        (TypeError, "a must be an array", lambda: matmul([[1.0]], B)),
+        (TypeError, "a must be an array", lambda: matmul([[1.0]], B)),  # pyright: ignore[reportArgumentType]
         (TypeError, "a must be of dtype", lambda: matmul(A.astype(int), B)),
         (ValueError, "a must be of rank 2 or more", lambda: matmul(A[0], B)),
         (TypeError, "b must be of the dtype of a", lambda: matmul(A, B.astype(jnp.bfloat16))),
@@ -62,8 +62,8 @@ def test_wider_result():
     """A result may be wider than its operands: it is the sum, not rounded."""
     a, b = inputs("bf16[65,40]", 0), inputs("bf16[40,16]", 1)
     want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
-    for use in ({"interpret": True}, {"implementation": "xla"}):
-        with tpjax.use(**use):
+    for use in (tpjax.use(interpret=True), tpjax.use(implementation="xla")):
+        with use:
             got = matmul(a, b, out_dtype="float32")
         assert_close("wide", got, want.astype(np.float32), 1e-6)
 

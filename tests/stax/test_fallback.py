@@ -19,13 +19,13 @@ from tests.stax.kernels import no_gradient, not_compiled, not_lowered
 from tpjax.core import _jax
 from tpjax.core.operator import Implementation
 from tpjax.pallas import failures, rms_norm
-from tpjax.pallas.norms import entry
+from tpjax.pallas.norms import implementations
 from tpjax.stax.explanation import StrictError
 from tpjax.stax.fallback import failure_of
 from tpjax.stax_passes.pipeline import optimize
 
 _jax.hide_frames(kernels.__file__)  # as those of tpjax's kernels are
-XLA = entry.RMS_NORM[-1]
+XLA = implementations.RMS_NORM[-1]
 FILE = "tests/stax/functions.py"
 
 
@@ -34,7 +34,7 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function that puts a kernel into `rms_norm`, for one test and its traces."""
 
     def put(run: Any) -> None:
-        monkeypatch.setattr(entry, "RMS_NORM", (Implementation("pallas", run), XLA))
+        monkeypatch.setattr(implementations, "RMS_NORM", (Implementation("pallas", run), XLA))
         failures._noted.clear()
         jax.clear_caches()
 
@@ -73,8 +73,8 @@ def test_F02_a_kernel_that_fails_to_compile_is_blamed(kernel, reason, use_kernel
 
 def test_the_one_at_fault_among_several(use_kernel, monkeypatch) -> None:
     use_kernel(not_compiled)
-    good = Implementation("pallas", entry.LAYER_NORM[-1].run)
-    monkeypatch.setattr(entry, "LAYER_NORM", (good, entry.LAYER_NORM[-1]))
+    good = Implementation("pallas", implementations.LAYER_NORM[-1].run)
+    monkeypatch.setattr(implementations, "LAYER_NORM", (good, implementations.LAYER_NORM[-1]))
 
     def both(x: Any, s: Any) -> Any:
         y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
@@ -155,7 +155,7 @@ def test_errors_of_others_pass_as_they_are(use_kernel) -> None:
         jax.jit(lambda x: jax.ffi.ffi_call("of_the_user", jax.typeof(x))(x))(ARGS[0])
     assert "tpjax" not in str(caught.value)
     with pytest.raises(ValueError, match="interpret") as caught:
-        jax.jit(lambda x: not_lowered(x, None, eps=0.0))(ARGS[0])
+        jax.jit(lambda x: not_lowered(x, None))(ARGS[0])
     assert not any("tpjax" in note for note in getattr(caught.value, "__notes__", ()))
 
 

@@ -20,7 +20,7 @@ from tests.stax.functions import norm
 from tests.stax.kernels import not_compiled, not_lowered
 from tpjax.core.operator import Implementation
 from tpjax.pallas import failures
-from tpjax.pallas.norms import entry
+from tpjax.pallas.norms import implementations
 from tpjax.stax.capture import CaptureError
 from tpjax.stax.explanation import StrictError
 
@@ -180,7 +180,11 @@ def test_a_donated_argument_is_donated_later():
 @pytest.mark.parametrize("kernel", [not_lowered, not_compiled])
 @pytest.mark.parametrize("keyed", [False, True])
 def test_a_kernel_that_does_not_compile_is_left_out(kernel, keyed, monkeypatch):
-    monkeypatch.setattr(entry, "RMS_NORM", (Implementation("pallas", kernel), entry.RMS_NORM[-1]))
+    monkeypatch.setattr(
+        implementations,
+        "RMS_NORM",
+        (Implementation("pallas", kernel), implementations.RMS_NORM[-1]),
+    )
     failures._noted.clear()
     jax.clear_caches()
     options: Any = {"verify": True} if keyed else {}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tpjax.pallas.plain.softmaxes import log_softmax, softmax
     from tpjax.pallas.products.entry import gated_linear_unit, gated_mlp, matmul
     from tpjax.pallas.randomness.entry import dropout
+    from tpjax.pallas.rope.entry import rms_norm_rope, rotary_embedding
 
 __all__ = [
     "OPS",
