@@ -247,11 +247,9 @@ def _summed(dy_ND: Array, ids_N: Array, num_rows: int, interpret: Interpret) -> 
         joints(order.joints, heads, tails, total)
         return []
 
-    operands = lax.optimization_barrier((order, dy_ND.reshape(-1, pieces, PIECE)))
+    operands = order, dy_ND.reshape(-1, pieces, PIECE)
     total = _mgpu.sum_in_gmem(run, operands, (num_rows, pieces, PIECE), dtype)[1]
-    # In a loop XLA has kernels read and write slices of stacked arrays where they lie, and forgets
-    # then that the table written to is to be the table of zeros.
-    return lax.optimization_barrier(total).reshape(num_rows, -1)
+    return total.reshape(num_rows, -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
