@@ -52,8 +52,9 @@ def rms_norm_fp8(
     Example:
       >>> import jax.numpy as jnp
       >>> values, q = rms_norm_fp8(jnp.array([[3.0, -4.0]]))
-      >>> values.astype(jnp.float32).tolist(), (values.astype(jnp.float32) * q).round(2).tolist()
-      ([[336.0, -448.0]], [[0.85, -1.13]])
+      >>> wide = values.astype(jnp.float32)
+      >>> wide.tolist(), [round(float(x), 2) for x in (wide * q)[0]]
+      ([[320.0, -448.0]], [0.81, -1.13])
 
     Source: Zhang and Sennrich 2019 (RMSNorm); Micikevicius et al. 2022 (float8_e4m3fn).
     """
