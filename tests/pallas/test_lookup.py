@@ -156,3 +156,27 @@ def test_gpu_same_bits_every_time():
     first = run(table, dy)
     for _ in range(5):
         assert_close("again", run(table, dy), first, 0)
+
+
+NARROW = [("int8", 200), ("uint8", 300), ("uint8", 256), ("int16", 40000), ("uint16", 70000)]
+
+
+@pytest.mark.parametrize(("dtype", "num_rows"), NARROW)
+def test_ids_too_narrow_for_the_number_of_rows(dtype, num_rows):
+    """The last row that the dtype can name gets its gradient, and no other in its place."""
+    most, table = np.iinfo(dtype).max, jnp.zeros((num_rows, 128))
+    ids = jnp.asarray([0, 5, most], dtype)
+    with tpjax.use(interpret=True):
+        got = jax.grad(lambda t: embedding(t, ids).sum())(table)
+    assert np.flatnonzero(np.asarray(got)[:, 0]).tolist() == [0, 5, most]
+
+
+def test_ids_too_large_for_32_bits():
+    """They name no row, with and without 64-bit types."""
+    ids, table = np.array([2**32, -(2**63), 1]), jnp.eye(3)
+    want = jnp.zeros((3, 3)).at[2, 1].set(1)
+    assert_close("NumPy", embedding(table, ids), want, 0)
+    with jax.enable_x64(True):
+        assert_close("x64", embedding(table, jnp.asarray(ids)), want, 0)
+    unsigned = jnp.asarray([2**32 - 1], jnp.uint32)
+    assert_close("unsigned", embedding(table, unsigned), want[:1], 0)

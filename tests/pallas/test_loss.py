@@ -195,6 +195,9 @@ def test_narrow_labels():
     want = linear_cross_entropy(hidden, head, labels)
     for dtype in ("uint8", "int8", "int16", "uint32"):
         assert_close(dtype, linear_cross_entropy(hidden, head, labels.astype(dtype)), want, 0)
+    wrapped = labels.astype(jnp.uint32).at[4].set(2**32 - 100)  # not ignore_index
+    call = jax.jit(partial(linear_cross_entropy, reduction="none"))
+    assert np.flatnonzero(np.isnan(np.asarray(call(hidden, head, wrapped)))).tolist() == [4]
 
 
 H, W, Y = jnp.zeros((3, 8)), jnp.zeros((5, 8)), jnp.zeros(3, jnp.int32)

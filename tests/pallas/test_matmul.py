@@ -7,6 +7,7 @@ On a GPU: `python -m pytest -m gpu tests/pallas/test_matmul.py`.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,8 @@ A, B = jnp.ones((4, 6)), jnp.ones((6, 8))
     [
         (TypeError, "a must be an array", lambda: matmul([[1.0]], B)),  # pyright: ignore[reportArgumentType]
         (TypeError, "a must be of dtype", lambda: matmul(A.astype(int), B)),
+        (ValueError, "'silu'. It is called 'swish'", lambda: matmul(A, B, activation="silu")),
+        (TypeError, "out_dtype must be of .* got 'bf16'", lambda: matmul(A, B, out_dtype="bf16")),
         (ValueError, "a must be of rank 2 or more", lambda: matmul(A[0], B)),
         (TypeError, "b must be of the dtype of a", lambda: matmul(A, B.astype(jnp.bfloat16))),
         (ValueError, "K = 6", lambda: matmul(A, B.T)),
@@ -66,6 +69,15 @@ def test_wider_result():
         with use:
             got = matmul(a, b, out_dtype="float32")
         assert_close("wide", got, want.astype(np.float32), 1e-6)
+
+
+@pytest.mark.parametrize("use", [{"interpret": True}, {"implementation": "xla"}], ids=str)
+def test_relu_has_no_gradient_at_zero(use: Any):
+    """Neither in the kernel nor in the plain form."""
+    zeros, ones = jnp.zeros((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    with tpjax.use(**use):
+        got = jax.grad(lambda a: matmul(a, ones, activation="relu").astype(jnp.float32).sum())
+        assert_close("da", got(zeros), zeros, 0)
 
 
 def test_refusals():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.harness import assert_close, inputs, run_python
-from tpjax.core import reductions, softmaxes
+from tpjax.core import softmaxes
 from tpjax.pallas import argmax, log_softmax, reduce, softmax
 
 TOL = {"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3}
@@ -39,6 +39,7 @@ def float64_softmax(x, mask, softcap, dy, logarithm):
 def test_softmax_against_numpy(online, dtype, monkeypatch):
     """Odd sizes, a mask with a row that sees nothing, softcap; read once or twice."""
     monkeypatch.setattr(softmaxes, "ONLINE_FROM", 1 if online else 1 << 40)
+    jax.clear_caches()  # the other form was traced for these shapes
     for i, size in enumerate(SIZES if dtype == "f32" else (7,)):
         x, dy = (inputs(f"{dtype}[3,{size}]", seed) for seed in (i, i + 50))
         x = (2 * x.astype(jnp.float32)).astype(x.dtype)
@@ -68,6 +69,35 @@ def test_softmax_of_what_is_hidden():
     assert_close("nothing", grad[2], jnp.zeros(3), 0)
     assert softmax(x[:0]).shape == (0, 3)
     assert_close("broadcast", softmax(x[2:], jnp.array([True, True, False]))[0, 2], want[0, 2], 0)
+
+
+@pytest.mark.parametrize("hidden", [200.0, jnp.inf, -jnp.inf, jnp.nan])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("fn", [softmax, log_softmax])
+def test_what_is_hidden_has_no_gradient(hidden, softcap, fn):
+    """Whatever it is; nor has it any share in the others' gradients."""
+    mask, dy = jnp.array([False, True, True]), inputs("f32[3]", 0)
+
+    def loss(x):
+        return (jnp.where(mask, fn(x, mask, softcap=softcap), 0) * dy).sum()
+
+    got = jax.grad(loss)(jnp.array([hidden, 1.0, 2.0]))
+    assert_close("dx", got, jax.grad(loss)(jnp.array([0.0, 1.0, 2.0])), 1e-6)
+    assert got[0] == 0
+
+
+@pytest.mark.parametrize("size", [1 << 15, 70_001, 1 << 20])
+def test_long_rows(size):
+    """Read once and added up in blocks: as exact as short ones, on a CPU too."""
+    x = 3 * inputs(f"f32[{size}]", 0)
+    wide = np.asarray(x, np.float64)
+    weights = np.exp(wide - wide.max())
+    want = (weights / weights.sum()).astype(np.float32)
+    assert_close("softmax", jax.jit(softmax)(x), want, 2e-6)
+    logarithms = (wide - wide.max() - np.log(weights.sum())).astype(np.float32)
+    assert_close("log_softmax", jax.jit(log_softmax)(x), logarithms, 2e-6)
+    variance = jax.jit(partial(reduce, kind="var"))(x)
+    assert_close("variance", variance, np.float32(wide.var()), 2e-6)
 
 
 def test_softmax_keeps_its_arguments_alone():
@@ -109,7 +139,8 @@ def test_reduce_against_numpy(kind):
 @pytest.mark.parametrize("online", [False, True])
 def test_variance(online, monkeypatch):
     """By two passes or by triples: that of NumPy, and the gradient of its formula."""
-    monkeypatch.setattr(reductions, "ONLINE_FROM", 1 if online else 1 << 40)
+    monkeypatch.setattr(softmaxes, "ONLINE_FROM", 1 if online else 1 << 40)
+    jax.clear_caches()  # the other form was traced for these shapes
     for size in SIZES:
         x = inputs(f"f32[3,{size}]", 0) + 100
         want = np.var(np.asarray(x, np.float64), axis=1).astype(np.float32)

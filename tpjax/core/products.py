@@ -70,7 +70,8 @@ def activations(sigmoid: Elementwise, erf: Elementwise) -> dict[str, Activation]
         return below(x) + x * (_INV_SQRT_2PI * jnp.exp(-0.5 * x * x))
 
     def positive(x: Array) -> Array:
-        return jnp.maximum(x, 0.0)
+        # No gradient at 0, as `is_positive` says; NaN stays.
+        return jnp.where(x <= 0.0, jnp.zeros_like(x), x)
 
     def is_positive(x: Array) -> Array:
         return jnp.where(x > 0.0, jnp.ones_like(x), jnp.zeros_like(x))

@@ -16,7 +16,6 @@ order of additions follows from the shape: runs agree to the last bit. On an H20
 Source: Chan, Golub and LeVeque 1979 (pairwise Welford).
 """
 
-import math
 from functools import partial
 from typing import Literal
 
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tpjax.core.norms import statistics_dtype
-from tpjax.core.softmaxes import ONLINE_FROM
+from tpjax.core.softmaxes import is_long, reduced_in_blocks
 
 Kind = Literal["sum", "mean", "max", "var", "logsumexp"]
 KINDS = ("sum", "mean", "max", "var", "logsumexp")
@@ -41,9 +40,8 @@ def reduce_reference(
     xf = x.astype(statistics_dtype(x.dtype))
     axes = tuple(sorted(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis)))
     rows = axes == tuple(range(x.ndim - len(axes), x.ndim))
-    long = rows and math.prod(x.shape[a] for a in axes) >= ONLINE_FROM
     if kind == "var":
-        result = _variance(xf, axes) if long else jnp.var(xf, axes)
+        result = _variance(xf, axes) if rows and is_long(xf, axes) else jnp.var(xf, axes)
     elif kind == "logsumexp":
         result = jax.nn.logsumexp(xf, axes)
     else:
@@ -60,9 +58,10 @@ def argmax_reference(x: Array, *, axis: int = -1) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _variance(x: Array, axes: tuple[int, ...]) -> Array:
-    operands = jnp.ones_like(x), x, jnp.zeros_like(x)
+    rows = x.reshape(*x.shape[: x.ndim - len(axes)], -1)
+    operands = jnp.ones_like(rows), rows, jnp.zeros_like(rows)
     start = (jnp.asarray(0, x.dtype),) * 3
-    count, _, squares = jax.lax.reduce(operands, start, _together, axes)
+    count, _, squares = reduced_in_blocks(operands, start, _together, rows.ndim - 1)
     return squares / count
 
 

@@ -10,13 +10,14 @@
 What the mask hides is 0 in softmax, minus infinity in log_softmax; so is a row that sees nothing.
 
 Numerics: float32 (float64 for float64 x), rounded once. Long rows are read once for both m and l:
-a pair is reduced,
+a pair is reduced, in blocks, as errors of a sum grow with its length,
 
     (m, l) + (m', l') = (M, l exp(m - M) + l' exp(m' - M))                        M = max(m, m')
 
 Source: Milakov and Gimelshein 2018 (online softmax).
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -37,44 +38,69 @@ def softmax_reference(
 
     Arguments as of `tpjax.pallas.softmax`.
     """
-    s = _scores(x, softcap)
-    largest, total = _statistics(s, mask, axis)
-    probabilities = jnp.exp(s - largest) / total
-    if mask is not None:
-        probabilities = jnp.where(mask, probabilities, 0)
-    return probabilities.astype(x.dtype)
+    s = _scores(x, mask, softcap)
+    largest, total = _statistics(s, axis)
+    return (jnp.exp(s - largest) / total).astype(x.dtype)
 
 
 def log_softmax_reference(
     x: Array, mask: Array | None = None, *, axis: int = -1, softcap: float | None = None
 ) -> Array:
     """Returns the logarithm of `softmax_reference`."""
-    s = _scores(x, softcap)
-    largest, total = _statistics(s, mask, axis)
-    logarithms = s - largest - jnp.log(total)
-    if mask is not None:
-        logarithms = jnp.where(mask, logarithms, -jnp.inf)
-    return logarithms.astype(x.dtype)
+    s = _scores(x, mask, softcap)
+    largest, total = _statistics(s, axis)
+    return (s - largest - jnp.log(total)).astype(x.dtype)
 
 
-def _scores(x: Array, softcap: float | None) -> Array:
+def _scores(x: Array, mask: Array | None, softcap: float | None) -> Array:
+    """Returns s, minus infinity where it is hidden: whatever is there has no gradient either."""
     s = x.astype(statistics_dtype(x.dtype))
-    return s if softcap is None else softcap * jnp.tanh(s / softcap)
+    if softcap is not None:
+        if mask is not None:
+            s = jnp.where(mask, s, 0)
+        s = softcap * jnp.tanh(s / softcap)
+    return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
 
-def _statistics(s: Array, mask: Array | None, axis: int) -> tuple[Array, Array]:
-    """Returns the largest visible s along the axis, and the sum of exp(s - largest); 0, 1 of none.
+def _statistics(s: Array, axis: int) -> tuple[Array, Array]:
+    """Returns the largest s along the axis, and the sum of exp(s - largest); 0, 1 of none.
 
     Derivatives are those for a constant `largest`: what follows does not depend on it.
     """
-    if mask is not None:
-        s = jnp.where(mask, s, -jnp.inf)
-    if s.shape[axis] < ONLINE_FROM:
+    if not is_long(s, (axis,)):
         largest = _finite(jax.lax.stop_gradient(s).max(axis, keepdims=True))
         total = jnp.exp(s - largest).sum(axis, keepdims=True)
     else:
         largest, total = _online(s, axis)
     return largest, jnp.where(total == 0, 1, total)
+
+
+def is_long(x: Array, axes: tuple[int, ...]) -> bool:
+    """Returns whether rows along the axes are read once; not where x is split explicitly."""
+    whole = all(name is None for name in jax.typeof(x).sharding.spec)
+    return whole and math.prod(x.shape[a] for a in axes) >= ONLINE_FROM
+
+
+def reduced_in_blocks(
+    operands: tuple[Array, ...], start: tuple[Array, ...], join: Any, axis: int
+) -> tuple[Array, ...]:
+    """Reduces an axis block by block, then the blocks, about as many as a block has elements.
+
+    Args:
+      operands: of one shape.
+      start: numbers that change nothing they are joined with.
+      join: takes two tuples like `start`, returns one.
+      axis: of the operands, not negative.
+    """
+    shape = operands[0].shape
+    block = 1 << (shape[axis].bit_length() // 2)
+
+    def split(x: Array, fill: Array) -> Array:
+        pads = [(0, -n % block if a == axis else 0, 0) for a, n in enumerate(shape)]
+        return jax.lax.pad(x, fill, pads).reshape(*shape[:axis], -1, block, *shape[axis + 1 :])
+
+    parts = tuple(split(x, fill) for x, fill in zip(operands, start, strict=True))
+    return jax.lax.reduce(jax.lax.reduce(parts, start, join, (axis + 1,)), start, join, (axis,))
 
 
 def _finite(largest: Array) -> Array:
@@ -86,7 +112,7 @@ def _finite(largest: Array) -> Array:
 def _online(s: Array, axis: int) -> tuple[Array, Array]:
     operands = s, jnp.ones_like(s)
     start = jnp.asarray(-jnp.inf, s.dtype), jnp.asarray(0, s.dtype)
-    largest, total = jax.lax.reduce(operands, start, _joined, (axis % s.ndim,))
+    largest, total = reduced_in_blocks(operands, start, _joined, axis % s.ndim)
     return jnp.expand_dims(_finite(largest), axis), jnp.expand_dims(total, axis)
 
 

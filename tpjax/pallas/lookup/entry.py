@@ -64,9 +64,20 @@ def embedding(
         raise ValueError(message(op, "table", "of rank 2, [V, D]", f"shape {table.shape}"))
     if not table.size or not ids.size:
         return _nothing(table, ids)
-    operands = {"ids": ids, "table": table}
+    operands = {"ids": _narrowed(ids, table.shape[0]), "table": table}
     split = ways.EMBEDDING_PARTITIONING
     return dispatch.call(op, ways.EMBEDDING, operands, {}, implementation, split)
+
+
+def _narrowed(ids: Any, num_rows: int) -> Any:
+    """Returns ids as int32: -1 for one that does not fit there, as it names no row."""
+    if ids.dtype.itemsize < 4:
+        return jnp.asarray(ids).astype(jnp.int32)
+    if ids.dtype == np.int32:
+        return ids
+    if isinstance(ids, np.ndarray):  # without x64 JAX would cut off what it has beyond 32 bits
+        return jnp.asarray(np.where((ids >= 0) & (ids < num_rows), ids, -1).astype(np.int32))
+    return jnp.where((ids >= 0) & (ids < num_rows), ids.astype(jnp.int32), -1)
 
 
 def _nothing(table: Any, ids: Any) -> Array:

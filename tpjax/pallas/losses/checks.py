@@ -70,7 +70,7 @@ def check_labels(labels: Any, vocab: int, ignored: int) -> None:
         at = tuple(int(i) for i in np.argwhere(bad)[0])
         must = f"in [0, {vocab}) or ignore_index, which is {ignored}"
         got = f"{values[at]} at {list(at)}"
-        remedy = "Mark tokens that do not count by ignore_index, or by weights of 0."
+        remedy = "Mark tokens that do not count by ignore_index."
         raise ValueError(message(OP, "labels", must, got, remedy))
 
 

@@ -59,7 +59,8 @@ def linear_cross_entropy(  # long: fifteen arguments, each explained
         are known; while tracing they make the token's loss, and its gradients, NaN.
       weights: [*B], what each token's loss is multiplied by; None means 1.
       vocab_axis: which axis of the head counts the vocabulary, 0 or 1.
-      ignore_index: the label of tokens that do not count, as if of weight 0.
+      ignore_index: the label of tokens that do not count, as if of weight 0. Their rows of `hidden`
+        must be finite all the same: the gradient of the head is a product with them.
       label_smoothing: s, in [0, 1): this much of the target is spread over the vocabulary.
       z_loss: z, zero or more.
       softcap: bounds logits by cap * tanh(x / cap); above 0; None leaves them as they are.
@@ -134,6 +135,10 @@ def _labels_and_factors(
     """Returns labels as int32, and what each token's loss is multiplied by: NaN for a bad label."""
     checks.check_labels(labels, vocab, ignored)
     labels = jnp.asarray(labels)
+    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger):
+        # Those too large for a signed integer are in no vocabulary.
+        most = jnp.iinfo(f"int{8 * max(labels.dtype.itemsize, 4)}").max
+        labels = jnp.where(labels > most, most, labels) if labels.dtype.itemsize >= 4 else labels
     if labels.dtype != jnp.int64:
         labels = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     valid = labels != ignored

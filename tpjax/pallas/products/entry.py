@@ -240,15 +240,19 @@ def _check_factor(op: str, name: str, x: Any, first: Any, first_name: str) -> No
 
 
 def _check_activation(op: str, activation: Any) -> None:
-    if activation not in ACTIVATIONS:
-        remedy = did_you_mean(str(activation), ACTIVATIONS)
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        names = {"silu": "It is called 'swish' here."}
+        remedy = names.get(str(activation)) or did_you_mean(str(activation), ACTIVATIONS)
         must = "the name of an activation"
         raise ValueError(message(op, "activation", must, repr(activation), remedy))
 
 
 def _out_dtype(op: str, asked: Any, a: Any) -> np.dtype:
-    dtype = np.dtype(a.dtype if asked is None else asked)
+    must = f"of {', '.join(DTYPES)}, or None"
+    try:
+        dtype = np.dtype(a.dtype if asked is None else asked)
+    except TypeError:
+        raise TypeError(message(op, "out_dtype", must, repr(asked))) from None
     if dtype.name not in DTYPES:
-        must = f"of {', '.join(DTYPES)}, or None"
         raise TypeError(message(op, "out_dtype", must, dtype.name))
     return dtype
