@@ -71,7 +71,7 @@ def test_explicit_choice_of_an_unsupported_call_raises():
     """The reason is about the call where the machine is right."""
     with (
         tpjax.use(platform="cuda"),
-        pytest.raises(UnsupportedError, match="multiple of 64; it has 100 features"),
+        pytest.raises(UnsupportedError, match="multiple of 8 features; it has 100"),
     ):
         rms_norm(jnp.zeros((2, 100)), implementation="pallas")
 
