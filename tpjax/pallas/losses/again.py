@@ -83,9 +83,8 @@ def dhead_columns(tokens: int, features: int, columns: int) -> int:
     """Returns how many columns make a block of the loss of a sum."""
     room = max(MIN_BLOCK_BYTES, int(COLUMNS_BYTES * tokens * columns))
     fits = room // (2 * tokens + 4 * features)
-    multiple = (
-        2048 if fits >= 2048 else 256
-    )  # many fill all multiprocessors a whole number of times
+    # Many of 2048 fill all multiprocessors a whole number of times.
+    multiple = 2048 if fits >= 2048 else 256
     return min(columns, max(256, fits // multiple * multiple))
 
 

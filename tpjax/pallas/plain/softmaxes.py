@@ -59,6 +59,7 @@ def softmax(
     Raises:
       ValueError: a wrong shape or value.
       TypeError: a wrong dtype or kind.
+      UnsupportedError: an implementation is asked for that there is not.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,6 +96,7 @@ def log_softmax(
     Raises:
       ValueError: a wrong shape or value.
       TypeError: a wrong dtype or kind.
+      UnsupportedError: an implementation is asked for that there is not.
 
     Example:
       >>> import jax.numpy as jnp
