@@ -13,6 +13,7 @@ from tests.harness import assert_close, inputs, run_python
 from tpjax.core.losses import linear_cross_entropy_reference as reference
 from tpjax.pallas import linear_cross_entropy
 from tpjax.pallas.losses import chunked, forms
+from tpjax.pallas.losses.row import linear_cross_entropy_cost
 
 FORMS = ("one_pass", "two_pass")
 SIZES = (37, 24, 131)
@@ -146,11 +147,14 @@ def test_mixed_dtypes(small_blocks):
 
 
 @pytest.mark.gpu
-def test_equal_calls_give_equal_bits(small_blocks):
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_equal_calls_give_equal_bits(implementation, small_blocks):
     """Nothing is summed in an order that varies, as it may on a GPU alone."""
-    hidden, head, labels, weights = arrays(dtype="bf16")
-    run = jax.jit(with_gradients(linear_cross_entropy, labels))
-    assert_close("again", run(hidden, head, weights), run(hidden, head, weights), 0)
+    hidden, head, labels, weights = arrays(37, 64, 192, dtype="bf16")
+    for form in FORMS:
+        call = partial(linear_cross_entropy, form=form, implementation=implementation)
+        run = jax.jit(with_gradients(call, labels))
+        assert_close(form, run(hidden, head, weights), run(hidden, head, weights), 0)
 
 
 def test_nothing_to_learn():
@@ -264,6 +268,21 @@ def test_form_follows_memory():
     assert forms.form_of(65536, 16384, 128256, reduced=True) == "two_pass"
     assert forms.form_of(64, 16384, 128256, reduced=True) == "one_pass"  # one block
     assert forms.form_of(8, 8, 8, reduced=False) == "two_pass"
+
+
+@pytest.mark.parametrize(("vocab_axis", "reduction"), [(0, "mean"), (1, "none")])
+def test_cost(vocab_axis, reduction):
+    """The arithmetic is what XLA counts of the reference; the traffic, each array once."""
+    head = (64, 512) if vocab_axis else (512, 64)
+    given = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 64), head)]
+    given.append(jax.ShapeDtypeStruct((256,), jnp.int32))
+    options = {"vocab_axis": vocab_axis, "reduction": reduction, "return_lse": True}
+    cost = linear_cross_entropy_cost(*given, **options)
+    counted = jax.jit(partial(reference, **options)).lower(*given).cost_analysis()
+    assert counted is not None
+    assert 0.9 * counted["flops"] <= cost.flops <= counted["flops"]
+    losses = 256 if reduction == "none" else 1
+    assert cost.bytes == 4 * (256 * 64 + 512 * 64 + 256 + losses + 256)
 
 
 def plain(hidden, head, labels):
