@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How attention's tiles are dealt to blocks of threads; several tiles for one in the kernel."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,8 @@ from tpjax.pallas._mgpu import signal_barriers
 from tpjax.pallas.attention import blocks, forward, hopper
 from tpjax.pallas.attention.config import CONFIGS
 from tpjax.pallas.attention.entry import flash_attention
-from tpjax.pallas.attention.schedule import OVERHEAD, deal, shares
+from tpjax.pallas.attention.extras import Extras, key_spans
+from tpjax.pallas.attention.schedule import deal, sorted_spans
 
 DEALS = [  # tiles of a head, heads, heads of a section, longest last, blocks of threads
     (3, 8, 4, True, 5),
@@ -61,28 +61,56 @@ def test_causal_tiles_are_dealt_fairly():
     assert max(loads) < 1.05 * np.mean(loads)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 7, 40])
-def test_uneven_tiles_are_dealt_by_their_steps(num_blocks):
-    """Tiles of random lengths: each once, and nobody gets a tile more than its share of steps."""
-    rng = np.random.default_rng(num_blocks)
-    batch, tiles, workers, heads, group = 3, 11, 2, 4, 2
-    start = rng.integers(0, 20, (batch, tiles * workers))
+DOCUMENTS = {  # mean tokens of a document, or all of them; heads of a section
+    "equal": ([1024] * 16, 4),
+    "short": (300, 4),
+    "mixed": (1000, 4),
+    "long, few heads": (4000, 2),
+}
+
+
+def document_ids(lengths, tokens):
+    """Returns the segments [1, tokens] of documents: the given ones, or random ones of a mean."""
+    if isinstance(lengths, int):
+        lengths = 1 + np.random.default_rng(lengths).exponential(lengths, tokens).astype(int)
+    return jnp.asarray(np.repeat(np.arange(len(lengths)), lengths)[None, :tokens], jnp.int32)
+
+
+@pytest.mark.parametrize("name", list(DOCUMENTS))
+def test_tiles_of_documents_are_dealt_fairly(name):
+    """Each tile once, and nobody much more work than the mean: a step, and what a tile costs."""
+    lengths, section = DOCUMENTS[name]
+    tokens, workers, heads, block = 16384, 2, 16, 128
+    ids = document_ids(lengths, tokens)
+    extras, region = Extras(query_ids=ids, key_ids=ids), blocks.Region(tokens, tokens, True)
+    spans = key_spans(extras, region, tokens // 64, 64, block)
+    found = np.asarray(sorted_spans(extras, spans, workers)).reshape(-1, workers, 5)
+    tiles = found[:, 0, 4]
+    assert sorted(tiles) == list(range(tokens // 128))
+    natural = np.asarray(spans).reshape(-1, workers, 4)
+    assert (found[..., :4] == natural[tiles]).all()
+    steps = found[..., 1].max(1) - found[..., 0].min(1)
+    assert (np.diff(steps) >= 0).all()
+    order = blocks.Order(len(tiles), section, longest_last=True)
+    dealt = deal(order, heads, 132)
+    _, places = jax.vmap(order.locate)(jnp.arange(dealt.tiles, dtype=jnp.int32))
+    loads = [sum(steps[places[i]] + 1 for i in dealt_to(dealt, b)) for b in range(0, 132, 6)]
+    assert max(loads) < 1.1 * heads * (steps + 1).sum() / 132
+
+
+def test_sequences_are_sorted_each_for_itself():
+    """Without ids spans stay as they were; with ids each sequence of a batch has its order."""
+    rng = np.random.default_rng(3)
+    start = rng.integers(0, 20, (3, 11))
     stop = start + rng.integers(1, 30, start.shape)
     spans = jnp.asarray(np.stack([start, stop, start, stop], -1), jnp.int32)
-    order = blocks.Order(tiles, group, longest_last=False)
-    dealt = deal(order, batch * heads, num_blocks)
-    bounds = shares(spans, workers, order, heads, dealt.blocks)
-    own = [range(int(a), int(b)) for a, b in itertools.pairwise(bounds)]
-    assert [i for taken in own for i in taken] == list(range(batch * heads * tiles))
-
-    def steps(index):
-        head, tile = (int(x) for x in order.locate(jnp.int32(index)))
-        at = head // heads, slice(tile * workers, (tile + 1) * workers)
-        return stop[at].max() - start[at].min() + OVERHEAD
-
-    loads = np.array([sum(steps(i) for i in taken) for taken in own])
-    longest = 49 + OVERHEAD
-    assert np.abs(loads - loads.mean()).max() <= longest
+    assert sorted_spans(Extras(), spans) is spans
+    ids = jnp.zeros((3, 11), jnp.int32)
+    for got, a, b in zip(
+        np.asarray(sorted_spans(Extras(key_ids=ids), spans)), start, stop, strict=True
+    ):
+        order = np.argsort(b - a, kind="stable")
+        assert (got == np.stack([a, b, a, b, np.arange(11)], -1)[order]).all()
 
 
 SEVERAL = {

@@ -31,7 +31,7 @@ from tpjax.pallas.attention.query_walk import (
     start_walk,
     store,
 )
-from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.schedule import TileFacts, sorted_spans
 from tpjax.pallas.attention.scores import Plan, filled
 
 
@@ -101,7 +101,8 @@ def key_value_gradient(
     value_features, rows = v.shape[-1], math.prod(own)
     group, num_tiles = q.shape[2] // kv_heads, pl.cdiv(plan.region.num_keys, rows)
     head_bytes = group * q.shape[1] * (features + value_features) * dtype.itemsize
-    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, longest_last=False)
+    has_ids = extras.key_ids is not None  # else the first tiles are the longest
+    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, longest_last=has_ids)
     facts = TileFacts(plan, order, kv_heads, group, features, value_features)
     scratch = [
         *(row_tile((*own, width), dtype) for width in (features, value_features)),
@@ -113,5 +114,5 @@ def key_value_gradient(
     name, grid = "flash_attention_backward_key_value", num_tiles * batch * kv_heads
     out_type = [out_like(q, x.shape, dtype) for x in (k, v)]
     kernel = launch(body, name, facts, workers, grid, out_type, scratch)
-    spans = query_spans(extras, plan.region, num_tiles, rows, block)
+    spans = sorted_spans(extras, query_spans(extras, plan.region, num_tiles, rows, block))
     return kernel(q, k, v, cotangents, tiled(extras, block, rows, transposed=True), spans)

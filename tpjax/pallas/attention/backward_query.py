@@ -15,7 +15,7 @@ from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, launch
 from tpjax.pallas.attention.extras import Extras, key_spans, tiled
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
-from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.schedule import TileFacts, sorted_spans
 from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile, by_row, filled
 
 WIDE = 192
@@ -190,11 +190,13 @@ def _query_kernel(
     """dquery of 64 rows for each worker; keys and values stream through rings."""
     config = facts.plan.config
     workers, block = config.dq_warpgroups, config.dq_block
-    batch, head, tile = facts.locate(lax.axis_index("tile"))
+    batch, head, place = facts.locate(lax.axis_index("tile"))
     worker = lax.axis_index("worker")
-    tile_start = tile * (workers * ROWS)
     scores = Scores(facts.plan, extras, spans, batch, head, query_axis=0)
-    span = scores.span(tile, workers * ROWS, block)
+    span, tile_start = (
+        scores.span(place, workers * ROWS, block),
+        scores.tile(place) * workers * ROWS,
+    )
     steps = jnp.int32(span.stop - span.start)
     key_buffers = (k_smem,) if ids_smem is None else (k_smem, ids_smem)
     keys, values = Ring(key_buffers, k_ready, k_free), Ring((v_smem,), v_ready, v_free)
@@ -259,7 +261,9 @@ def query_gradient(
     value_features, rows = v.shape[-1], workers * ROWS
     group, num_tiles = heads // k.shape[2], pl.cdiv(plan.region.num_queries, rows)
     head_bytes = k.shape[1] * (features + value_features) * dtype.itemsize
-    order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
+    spans = sorted_spans(extras, key_spans(extras, plan.region, num_tiles, rows, block))
+    longest_last = plan.region.is_causal or extras.key_ids is not None
+    order = tile_order(num_tiles, batch * heads, group, head_bytes, longest_last)
     facts = TileFacts(plan, order, heads, group, features, value_features)
     has_ids = extras.key_ids is not None and features <= WIDE
     wanting = extras.bias, extras.slopes, extras.sinks
@@ -284,5 +288,4 @@ def query_gradient(
     line = out_like(q, (batch, heads, num_tiles * rows), jnp.float32)
     out_type = [out_like(q, q.shape, dtype), lines_of(line)]
     kernel = launch(_query_kernel, name, facts, workers, grid, out_type, scratch)
-    spans = key_spans(extras, plan.region, num_tiles, rows, block)
     return kernel(q, k, v, cotangents, tiled(extras, rows, block), spans)

@@ -40,12 +40,12 @@ from tpjax.pallas._mgpu import (
     row_tile,
     signal_barriers,
 )
-from tpjax.pallas.attention.blocks import Order, tile_order, visited
+from tpjax.pallas.attention.blocks import tile_order, visited
 from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.extras import Extras, key_spans, pad_tokens, tiled
 from tpjax.pallas.attention.forward_worker import Walk, attend
 from tpjax.pallas.attention.ring import Ring, drain, feed
-from tpjax.pallas.attention.schedule import Deal, TileFacts, deal, shares
+from tpjax.pallas.attention.schedule import Deal, TileFacts, deal, sorted_spans
 from tpjax.pallas.attention.scores import LOG2E, Plan, Scores
 
 TILE_BYTES = 224 << 10
@@ -62,8 +62,6 @@ class _Global(NamedTuple):
     value: Any
     extras: Extras
     spans: Any
-    shares: Any
-    """As `schedule.shares` gives them, or None."""
     out: Any
     lse: Any
     max: Any
@@ -107,6 +105,8 @@ class _Item(NamedTuple):
     batch: Array
     head: Array
     tile: Array
+    place: Array
+    """Of the tile, in the order of the spans."""
     end: Any
     """Where its key blocks end."""
     steps: Array
@@ -119,13 +119,13 @@ class _Item(NamedTuple):
 
 def _item(index: Array, gmem: _Global, facts: TileFacts) -> _Item:
     workers, block = facts.plan.config.warpgroups, facts.plan.config.block
-    batch, head, tile = facts.locate(index)
+    batch, head, place = facts.locate(index)
     scores = Scores(facts.plan, gmem.extras, gmem.spans, batch, head, query_axis=0)
     # Tiles of what one worker owns: what a query visits does not depend on the other workers.
-    spans = [scores.span(tile * workers + w, ROWS, block) for w in range(workers)]
+    spans = [scores.span(place * workers + w, ROWS, block) for w in range(workers)]
     start, end = visited(spans)
-    steps = tile - tile + (end - start)  # traced: a literal may not enter a `run_state`
-    return _Item(batch, head, tile, end, steps, scores)
+    steps = place - place + (end - start)  # traced: a literal may not enter a `run_state`
+    return _Item(batch, head, scores.tile(place, workers), place, end, steps, scores)
 
 
 def _work(gmem: _Global, smem: _Shared, facts: TileFacts, deal: Deal) -> None:
@@ -140,7 +140,7 @@ def _work(gmem: _Global, smem: _Shared, facts: TileFacts, deal: Deal) -> None:
         item = _item(index, gmem, facts)
         start = item.rows(worker, facts)
         ids = item.scores.ids(start, ROWS, axis=0)
-        span = item.scores.span(item.tile * workers + worker, ROWS, facts.plan.config.block)
+        span = item.scores.span(item.place * workers + worker, ROWS, facts.plan.config.block)
         plgpu.barrier_wait(smem.query_ready.at[worker])
         out, lse, top = attend(
             Walk(
@@ -167,7 +167,7 @@ def _work(gmem: _Global, smem: _Shared, facts: TileFacts, deal: Deal) -> None:
 
     # Worker 0 moves first: the last one hands it the turn, and it takes it back at the end.
     pl.when(worker == workers - 1)(lambda: turns.arrive(0))
-    deal.each(lax.axis_index("block"), work, gmem.shares)
+    deal.each(lax.axis_index("block"), work)
     pl.when(worker == 0)(lambda: turns.wait(0))
     plgpu.wait_smem_to_gmem(0)
 
@@ -205,17 +205,17 @@ def _load(gmem: _Global, smem: _Shared, facts: TileFacts, deal: Deal) -> None:
         feed(item.steps, rings, sources, passed, partial(each_worker, queries))
         return passed + item.steps
 
-    passed = deal.each(lax.axis_index("block"), load, gmem.shares)
+    passed = deal.each(lax.axis_index("block"), load)
     for ring in rings:
         drain(ring, passed)
     each_worker(wait_for_queries)
 
 
 def _forward_kernel(
-    query, key, value, extras, spans, shares, out, lse, top, smem: _Shared, *, facts: TileFacts,
+    query, key, value, extras, spans, out, lse, top, smem: _Shared, *, facts: TileFacts,
     deal: Deal,
 ):  # fmt: skip
-    gmem = _Global(query, key, value, extras, spans, shares, out, lse, top)
+    gmem = _Global(query, key, value, extras, spans, out, lse, top)
     worker, workers = lax.axis_index("worker"), facts.plan.config.warpgroups
 
     @pl.when(worker < workers)
@@ -277,17 +277,16 @@ def launch_forward(
     head_bytes = num_keys * (features + value_features) * dtype.itemsize
     extras = tiled(extras, rows, config.block)
     spans = key_spans(extras, plan.region, num_tiles * workers, ROWS, config.block)
-    # Rows of documents: how long a tile is says nothing of how long the next one is.
-    is_uneven = extras.key_ids is not None and config.persistent
-    order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
-    if is_uneven:
-        order = Order(num_tiles, group, longest_last=False)
+    spans = sorted_spans(extras, spans, workers)
+    has_ids = extras.key_ids is not None
+    longest_last = plan.region.is_causal or has_ids
+    order = tile_order(num_tiles, batch * heads, group, head_bytes, longest_last)
     facts = TileFacts(plan, order, heads, group, features, value_features)
     tiles = num_tiles * batch * heads
     dealt = deal(order, batch * heads, num_sms() if config.persistent else tiles)
     # Copies along one axis are not cut off at its end: it has room for every tile.
     line = out_like(query, (batch, heads, num_tiles * rows), jnp.float32)
-    has_ids, stays = extras.key_ids is not None, dealt.blocks < tiles
+    stays = dealt.blocks < tiles
     scratch = _shared(plan, dtype, features, value_features, stays, has_ids)
     kernel = gpu_kernel(
         partial(_forward_kernel, facts=facts, deal=dealt),
@@ -305,9 +304,6 @@ def launch_forward(
         interpret=interpret_params(plan.interpret, workers + 1),
         kernel_name="flash_attention_forward",
     )
-    dealt_shares = None
-    if is_uneven and spans is not None:
-        dealt_shares = shares(spans, workers, order, heads, dealt.blocks)
-    out, lse, top = kernel(q, k, v, extras, spans, dealt_shares)
+    out, lse, top = kernel(q, k, v, extras, spans)
     top = None if top is None else top[:, :, :num_queries]
     return out[:, :num_queries], lse[:, :, :num_queries], top

@@ -133,11 +133,11 @@ def start_walk(
     rows: int, queries: Ring, douts: Ring, extras: Extras, spans: Any, facts: TileFacts
 ) -> QueryWalk:
     """Returns the walk of the `rows` keys that this block of threads owns, with nothing loaded."""
-    batch, kv_head, tile = facts.locate(lax.axis_index("tile"))
+    batch, kv_head, place = facts.locate(lax.axis_index("tile"))
     scores = Scores(facts.plan, extras, spans, batch, kv_head, query_axis=1)
-    span = scores.span(tile, rows, facts.plan.config.dkv_block)
+    span, start = scores.span(place, rows, facts.plan.config.dkv_block), scores.tile(place) * rows
     steps = jnp.int32(span.stop - span.start)
-    return QueryWalk((), tile * rows, None, span, steps, queries, douts, scores, facts)
+    return QueryWalk((), start, None, span, steps, queries, douts, scores, facts)
 
 
 def gather(step: Callable[..., Sums], sums: Sums, walk: QueryWalk) -> Sums:

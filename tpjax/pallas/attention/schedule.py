@@ -5,17 +5,18 @@
 Tiles come in the order of `blocks.Order`. Blocks of threads that stay until the end (one for each
 multiprocessor) load the next tile's operands under the last one's arithmetic; the tiles are dealt
 to them to and fro, so that who got the longer one of a round gets the shorter one of the next.
-Where segments decide how long a tile is, each gets a run of tiles of its share of the steps
-(`shares`). Where blocks of threads do not stay, each has one tile and the hardware deals.
+Where segments decide how long a tile is, tiles are sorted first (`sorted_spans`). Where blocks of
+threads do not stay, each has one tile and the hardware deals.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from tpjax.pallas.attention.blocks import Order
+from tpjax.pallas.attention.extras import Extras
 from tpjax.pallas.attention.scores import Plan
 
 
@@ -30,10 +31,15 @@ class TileFacts(NamedTuple):
     value_features: int
 
     def locate(self, index: Array) -> tuple[Array, Array, Array]:
-        """Returns (sequence, head, tile) of a grid index."""
-        head, tile = self.order.locate(index)
+        """Returns (sequence, head, place) of a grid index: `Scores.tile` tells which tile it is."""
+        head, place = self.order.locate(index)
         heads = jnp.int32(self.heads)
-        return lax.div(head, heads), lax.rem(head, heads), tile
+        return lax.div(head, heads), lax.rem(head, heads), place
+
+
+STRIDE = 0.382
+"""By how many blocks of threads, as a part of all, who begins a round moves on from section to
+section: nobody always has the same ranks, and whom the last round leaves without a tile changes."""
 
 
 class Deal(NamedTuple):
@@ -44,33 +50,25 @@ class Deal(NamedTuple):
     section: int
     """Tiles after which a new round begins: those before them need not be of its length."""
 
-    @property
-    def _padded(self) -> int:
-        return -(-self.section // self.blocks) * self.blocks
-
-    def each(
-        self, block: Array, body: Callable[[Array, Array], Array], shares: Any = None
-    ) -> Array:
+    def each(self, block: Array, body: Callable[[Array, Array], Array]) -> Array:
         """Runs `state = body(tile index, state)` for all tiles of a block; returns the last state.
 
         The state is an int32 that starts at zero. What the tiles give may not depend on the deal.
-        With `shares`, as the function of that name gives them, they decide.
         """
         if self.blocks == self.tiles:
             return body(block, block - block)  # traced: a literal may not enter a `run_state`
-        if shares is not None:
-            return lax.fori_loop(shares[block] + 0, shares[block + 1] + 0, body, jnp.int32(0))
+        rounds, blocks = -(-self.section // self.blocks), jnp.int32(self.blocks)
 
         def play(turn: Array, state: Array) -> Array:
-            place = jnp.where(lax.rem(turn, 2) == 0, block, self.blocks - 1 - block)
-            slot, padded = turn * self.blocks + place, jnp.int32(self._padded)
-            section, rest = lax.div(slot, padded), lax.rem(slot, padded)
+            section, round = lax.div(turn, jnp.int32(rounds)), lax.rem(turn, jnp.int32(rounds))
+            place = lax.rem(block + section * int(STRIDE * self.blocks), blocks)
+            place = jnp.where(lax.rem(round, 2) == 0, place, blocks - 1 - place)
+            rest = round * blocks + place
             index = section * self.section + rest
             exists = (rest < self.section) & (index < self.tiles)
             return lax.cond(exists, lambda: body(index, state), lambda: state)
 
-        turns = self.tiles // self.section * self._padded // self.blocks
-        return lax.fori_loop(0, turns, play, jnp.int32(0))
+        return lax.fori_loop(0, self.tiles // self.section * rounds, play, jnp.int32(0))
 
 
 def deal(order: Order, num_heads: int, blocks: int) -> Deal:
@@ -84,37 +82,27 @@ def deal(order: Order, num_heads: int, blocks: int) -> Deal:
     return Deal(tiles, blocks, section)
 
 
-OVERHEAD = 1.0
-"""What a tile costs besides its steps, in steps."""
-
-
-def shares(spans: Array, workers: int, order: Order, heads: int, blocks: int) -> Array:
-    """Returns where the tiles of each block of threads begin and end, int32 [blocks + 1].
-
-    Consecutive tiles, of one head as far as may be, of about the same number of steps for each.
+def sorted_spans(extras: Extras, spans: Array | None, workers: int = 1) -> Array | None:
+    """Sorts tiles by the blocks that they visit, those of most last, where segments decide that.
 
     Args:
-      spans: int32 [B, tiles * workers, 4], as `extras.key_spans` gives them.
+      extras: of the call.
+      spans: None, or int32 [B, tiles * workers, 4], as `extras.key_spans` gives them.
       workers: that share a tile.
-      order: of the tiles, the first ones first, one section for each key/value head.
-      heads: query heads.
-      blocks: blocks of threads.
+
+    Returns:
+      The spans, or int32 [B, tiles * workers, 5]: sorted in each sequence, and each one's tile.
     """
-    own = spans.reshape(spans.shape[0], order.num_tiles, workers, 4)
-    steps = (own[..., 1].max(2) - own[..., 0].min(2)).astype(jnp.float32) + OVERHEAD
-    group = order.section
-    # A sum over all tiles before is one kernel for XLA, a running sum is several.
-    index, batch = jnp.arange(order.num_tiles), jnp.arange(steps.shape[0])
-    before, row = jnp.where(index < index[:, None], steps[:, None], 0).sum(2), steps.sum(1)
-    rows_before = jnp.where(batch < batch[:, None], row, 0).sum(1)
-    sections, members = (jnp.arange(n, dtype=jnp.float32) for n in (heads // group, group))
-    # [B, sections, tiles, members]: where a tile's middle is among all steps
-    middle = (
-        heads * rows_before[:, None, None, None]
-        + group * sections[:, None, None] * row[:, None, None, None]
-        + group * before[:, None, :, None]
-        + (members + 0.5) * steps[:, None, :, None]
-    )
-    ends = jnp.arange(1, blocks, dtype=jnp.float32) * (row.sum() * heads / blocks)
-    inner = (middle.reshape(-1) < ends[:, None]).sum(1, dtype=jnp.int32)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.array([middle.size], jnp.int32)])
+    if spans is None or extras.key_ids is None:
+        return spans
+    batch, rows = spans.shape[:2]
+    tiles, index = rows // workers, jnp.arange(rows // workers, dtype=jnp.int32)
+    own = spans.reshape(batch, tiles, workers, 4)
+    steps = own[..., 1].max(2) - own[..., 0].min(2)
+    # By comparisons: a sort, or a scatter, takes XLA more kernels, and longer ones.
+    least = steps * tiles + index
+    rank = (least[:, None, :] < least[:, :, None]).sum(2, dtype=jnp.int32)
+    named = jnp.broadcast_to(index[:, None, None], (batch, tiles, workers, 1))
+    found = jnp.concatenate([own, named], 3)[:, None]
+    chosen = (rank[:, None, :] == index[:, None])[..., None, None]
+    return jnp.where(chosen, found, 0).sum(2).reshape(batch, rows, 5)

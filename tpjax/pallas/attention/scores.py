@@ -61,7 +61,8 @@ class Scores(NamedTuple):
     plan: Plan
     extras: Extras
     spans: Any
-    """int32 [B, tiles, 4], or None where spans follow from the region alone."""
+    """int32 [B, tiles, 4], or 5 as `schedule.sorted_spans` gives them, or None where spans follow
+    from the region alone."""
     batch: Any
     head: Any
     query_axis: int
@@ -92,13 +93,19 @@ class Scores(NamedTuple):
         numbers = [self.extras.bounds[self.batch, i] + 0 for i in range(4)]
         return Bounds(*numbers) if self.plan.region.is_causal else Bounds(*numbers[:3])
 
-    def span(self, tile: Any, rows: int, block: int) -> Span:
-        """Returns which blocks the tile of `rows` queries (or keys) visits."""
+    def tile(self, place: Any, workers: int = 1) -> Any:
+        """Returns the tile, shared by so many workers, at a place in the order of `spans`."""
+        if self.spans is None or self.spans.shape[-1] == 4:
+            return place
+        return self.spans[self.batch, place * workers, 4] + 0
+
+    def span(self, place: Any, rows: int, block: int) -> Span:
+        """Returns which blocks the tile of `rows` queries (or keys) at a place visits."""
         if self.spans is not None:
-            return Span(*(self.spans[self.batch, tile, i] + 0 for i in range(4)))
+            return Span(*(self.spans[self.batch, place, i] + 0 for i in range(4)))
         region = self.plan.region
         blocks = region.query_blocks if self.query_axis else region.key_blocks
-        return blocks(tile * rows, rows, block, region.bounds())
+        return blocks(place * rows, rows, block, region.bounds())
 
     def edges(self, block: int) -> tuple[bool, bool]:
         """Returns whether keys may end inside a block on the left, and whether at all."""
