@@ -105,12 +105,37 @@ LOWERED = [
     ("f32[2,1000,5,256]", 128, False, CONFIGS[0]),
     ("bf16[1,1,12,160]", 80, False, CONFIGS[1]),
     ("f16[2,63,3,32]", 16, True, CONFIGS[0]),
+    ("bf16[2,8192,8,128]", 64, False, CONFIGS[0]),  # two tokens of as many heads as make a unit
+    ("f32[2,63,3,256]", 128, False, CONFIGS[2]),
 ]
 
 
 @pytest.mark.parametrize(("spec", "num_pairs", "interleaved", "config"), LOWERED, ids=str)
 def test_lowers_for_cuda(spec, num_pairs, interleaved, config):
     """Sizes of usual heads pass the checks of layouts, shared memory and copies."""
+    lower(spec, num_pairs, interleaved, config)
+
+
+SIZES = [(1, 1), (3, 7), (7, 63), (63, 3), (1000, 5), (1031, 8)]
+CUTS = [(64, 32), (128, 64), (96, 48), (192, 32), (256, 128), (160, 80)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_kind_of_tile_lowers_for_cuda(config):
+    """Every config with every cut; of sizes, one for each tile that comes of them."""
+    for i, (features, pairs) in enumerate(CUTS):
+        tiles = {}
+        for tokens, heads in (*SIZES, (8192, 8), (8192, 32)):
+            tile = tile_for(Head(features, pairs, False), tokens, heads, config)
+            tiles.setdefault((tile.tokens > tile.unit[0], tile.heads, tile.unit), (tokens, heads))
+        for tokens, heads in tiles.values():
+            dtype = ("bf16", "f32", "f16")[i % 3]
+            lower(f"{dtype}[2,{tokens},{heads},{features}]", pairs, False, config)
+
+
+def lower(spec, num_pairs, interleaved, config):
+    """Lowers both passes of a call for a GPU."""
     dtype, shape = parse_spec(spec)
     x, scale = (jax.ShapeDtypeStruct(s, d) for s, d in ((shape, dtype), (shape[-1:], jnp.float32)))
     positions, frequencies = jnp.arange(shape[1]), rotary_frequencies(2 * num_pairs)
@@ -136,6 +161,7 @@ def test_tiles():
             unit_tokens, unit_heads = tile.unit
             assert unit_tokens * unit_heads * head.lanes == 128
             assert tile.tokens % unit_tokens == tile.heads % unit_heads == 0
+            assert unit_tokens > 1 or tile.tokens == 1  # or `folded` cannot slice it
             assert max(tile.tokens, tile.heads, head.width) <= 256
             assert head.num_cuts * head.width == head.columns
             assert head.num_cuts > 1  # a tile is not contiguous in device memory
@@ -236,9 +262,7 @@ def test_kernel_refuses_with_the_reason(spec, num_pairs, interleaved, reason):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_gpu_sizes(config):
     """Odd numbers of tokens and heads, every kind of cut, with every config, on a GPU."""
-    sizes = [(1, 1), (3, 7), (7, 63), (63, 3), (1000, 5), (1031, 8)]
-    cuts = [(64, 32), (128, 64), (96, 48), (192, 32), (256, 128), (160, 80)]
-    for i, ((tokens, heads), (features, pairs)) in enumerate(product(sizes, cuts)):
+    for i, ((tokens, heads), (features, pairs)) in enumerate(product(SIZES, CUTS)):
         dtype = ("bf16", "f32", "f16")[i % 3]
         interleaved = dtype != "f32" and i % 2 == 0 and features != 160
         spec = f"{dtype}[2,{tokens},{heads},{features}]"

@@ -16,7 +16,7 @@ same ones: a sum over its features is shuffles, and the two features of a pair m
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -226,7 +226,10 @@ def tile_for(head: Head, tokens: int, heads: int, config: Config) -> Tile:
     rounds = -(-across // min(units, across, MAX_BOX // unit_heads))
     wide = -(-across // rounds)
     deep = min(max(1, units // wide), -(-tokens // unit_tokens), MAX_BOX // unit_tokens)
-    return Tile(head, deep * unit_tokens, wide * unit_heads, (unit_tokens, unit_heads))
+    tile = Tile(head, deep * unit_tokens, wide * unit_heads, (unit_tokens, unit_heads))
+    if unit_tokens == 1 < deep:  # MLIR makes of a slice of one token what Mosaic has no layout for
+        return replace(tile, tokens=deep // 2 * 2, unit=(2, unit_heads // 2))
+    return tile
 
 
 def _halves(word: Array, dtype: Any) -> tuple[Array, Array]:
