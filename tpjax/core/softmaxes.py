@@ -38,9 +38,7 @@ def softmax_reference(
 
     Arguments as of `tpjax.pallas.softmax`.
     """
-    s = _scores(x, mask, softcap)
-    largest, total = _statistics(s, axis)
-    return (jnp.exp(s - largest) / total).astype(x.dtype)
+    return weights(x, mask, axis, softcap).astype(x.dtype)
 
 
 def log_softmax_reference(
@@ -52,27 +50,72 @@ def log_softmax_reference(
     return (s - largest - jnp.log(total)).astype(x.dtype)
 
 
+def weights(x: Array, mask: Array | None, axis: int, softcap: float | None) -> Array:
+    """Returns `softmax_reference` before it is rounded."""
+    s = _scores(x, mask, softcap)
+    largest, total = _statistics(s, axis)
+    return jnp.exp(s - largest) / total
+
+
+def push(
+    x: Array, mask: Array | None, t: Array, *, axis: int, softcap: float | None, logarithm: bool
+) -> Array:
+    """Returns what a tangent t of x makes of the result's, p formed from x again."""
+    p = weights(x, mask, axis, softcap)
+    t = _shown(_slope(x, mask, softcap) * t.astype(p.dtype), mask)
+    apart = t - (p * t).sum(axis, keepdims=True)
+    return (_shown(apart, mask) if logarithm else p * apart).astype(x.dtype)
+
+
+def pull(
+    x: Array, mask: Array | None, g: Array, *, axis: int, softcap: float | None, logarithm: bool
+) -> Array:
+    """Returns what a gradient g of the result makes of x's: the transpose of `push`."""
+    if softcap is not None or not is_long(x, (axis,)):
+        x = jax.lax.optimization_barrier(x)  # or XLA shares float32 elements with the forward pass
+    p = weights(x, mask, axis, softcap)
+    g = _shown(g.astype(p.dtype), mask)
+    if logarithm:
+        d = g - p * g.sum(axis, keepdims=True)
+    else:
+        d = p * (g - (p * g).sum(axis, keepdims=True))
+    return (_slope(x, mask, softcap) * d).astype(x.dtype)
+
+
+def _slope(x: Array, mask: Array | None, softcap: float | None) -> Array | float:
+    """Returns the derivative of s; anything finite where it is hidden."""
+    if softcap is None:
+        return 1.0
+    xf = _shown(x.astype(statistics_dtype(x.dtype)), mask)
+    return 1 - jnp.square(jnp.tanh(xf / softcap))
+
+
+def _shown(x: Array, mask: Array | None) -> Array:
+    """Returns x, 0 where it is hidden."""
+    return x if mask is None else jnp.where(mask, x, 0)
+
+
 def _scores(x: Array, mask: Array | None, softcap: float | None) -> Array:
     """Returns s, minus infinity where it is hidden: whatever is there has no gradient either."""
     s = x.astype(statistics_dtype(x.dtype))
     if softcap is not None:
-        if mask is not None:
-            s = jnp.where(mask, s, 0)
-        s = softcap * jnp.tanh(s / softcap)
+        s = softcap * jnp.tanh(_shown(s, mask) / softcap)
     return s if mask is None else jnp.where(mask, s, -jnp.inf)
 
 
 def _statistics(s: Array, axis: int) -> tuple[Array, Array]:
-    """Returns the largest s along the axis, and the sum of exp(s - largest); 0, 1 of none.
+    """Returns the largest s along the axis, and the sum of exp(s - largest).
 
-    Derivatives are those for a constant `largest`: what follows does not depend on it.
+    Of none they are the least number and 1/2: no difference from it, and no quotient, is NaN. (A
+    maximum with a number leaves XLA its one kernel; a choice does not.) Derivatives are those for a
+    constant `largest`: what follows does not depend on it.
     """
     if not is_long(s, (axis,)):
         largest = _finite(jax.lax.stop_gradient(s).max(axis, keepdims=True))
         total = jnp.exp(s - largest).sum(axis, keepdims=True)
     else:
         largest, total = _online(s, axis)
-    return largest, jnp.where(total == 0, 1, total)
+    return largest, jnp.maximum(total, 0.5)
 
 
 def is_long(x: Array, axes: tuple[int, ...]) -> bool:
@@ -104,8 +147,8 @@ def reduced_in_blocks(
 
 
 def _finite(largest: Array) -> Array:
-    """Returns 0 for minus infinity, the largest of nothing: no difference from it is NaN."""
-    return jnp.where(jnp.isneginf(largest), 0, largest)
+    """Returns the least number for minus infinity, the largest of nothing."""
+    return jnp.maximum(largest, jnp.finfo(largest.dtype).min)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions `softmax` and `log_softmax`: checks, then dispatch."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
 
+from tpjax.core import softmaxes
+from tpjax.core.autodiff import linear_map
 from tpjax.core.errors import message
 from tpjax.core.operator import Implementation, Partitioning
 from tpjax.core.softmaxes import log_softmax_reference, softmax_reference
@@ -17,18 +19,39 @@ from tpjax.pallas import dispatch
 from tpjax.pallas.plain import door
 
 
-def _keeping_x(reference: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns the reference; its backward pass keeps its arguments alone."""
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _keeping_x(x: Array, mask: Array | None, options: tuple[int, float | None, bool]) -> Array:
+    """Returns the reference's result; the backward pass keeps its arguments alone.
 
-    def run(x: Array, mask: Array | None, **options: Any) -> Array:
-        form = jax.checkpoint(lambda x, mask: reference(x, mask, **options), prevent_cse=False)
-        return form(x, mask)
+    One pass each way: XLA's own derivative of it is two, and keeps the result in float32.
+    """
+    axis, softcap, logarithm = options
+    reference = log_softmax_reference if logarithm else softmax_reference
+    return reference(x, mask, axis=axis, softcap=softcap)
 
-    return run
+
+@_keeping_x.defjvp
+def _(options: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    axis, softcap, logarithm = options
+    how = {"axis": axis, "softcap": softcap, "logarithm": logarithm}
+
+    def along(rule: Any) -> Any:
+        return lambda fixed, ts: [rule(fixed[0], (*fixed[1:], None)[0], ts[0], **how)]
+
+    y = _keeping_x(*primals, options)
+    fixed = [a for a in primals if a is not None]
+    (moved,) = linear_map(along(softmaxes.push), along(softmaxes.pull), fixed, [tangents[0]], [y])
+    return y, moved
 
 
-SOFTMAX = (Implementation("xla", _keeping_x(softmax_reference)),)
-LOG_SOFTMAX = (Implementation("xla", _keeping_x(log_softmax_reference)),)
+def _xla(logarithm: bool) -> tuple[Implementation, ...]:
+    def run(x: Array, mask: Array | None, *, axis: int, softcap: float | None) -> Array:
+        return _keeping_x(x, mask, (axis, softcap, logarithm))
+
+    return (Implementation("xla", run),)
+
+
+SOFTMAX, LOG_SOFTMAX = _xla(False), _xla(True)
 PARTITIONING = Partitioning(inputs=("RD", "RD"), outputs=("RD",), sharded="R")
 
 
