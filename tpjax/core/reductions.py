@@ -16,17 +16,19 @@ order of additions follows from the shape: runs agree to the last bit. On an H20
 Source: Chan, Golub and LeVeque 1979 (pairwise Welford).
 """
 
+import math
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from tpjax.core.norms import statistics_dtype
-from tpjax.core.softmaxes import is_long, reduced_in_blocks
 
 Kind = Literal["sum", "mean", "max", "var", "logsumexp"]
+ONLINE_FROM = 32_768
+"""Elements of a row from which it is read once for both its mean and its variance."""
 KINDS = ("sum", "mean", "max", "var", "logsumexp")
 
 
@@ -41,7 +43,7 @@ def reduce_reference(
     axes = tuple(sorted(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis)))
     rows = axes == tuple(range(x.ndim - len(axes), x.ndim))
     if kind == "var":
-        result = _variance(xf, axes) if rows and is_long(xf, axes) else jnp.var(xf, axes)
+        result = _variance(xf, axes) if rows and _is_long(xf, axes) else jnp.var(xf, axes)
     elif kind == "logsumexp":
         result = jax.nn.logsumexp(xf, axes)
     else:
@@ -61,8 +63,38 @@ def _variance(x: Array, axes: tuple[int, ...]) -> Array:
     rows = x.reshape(*x.shape[: x.ndim - len(axes)], -1)
     operands = jnp.ones_like(rows), rows, jnp.zeros_like(rows)
     start = (jnp.asarray(0, x.dtype),) * 3
-    count, _, squares = reduced_in_blocks(operands, start, _together, rows.ndim - 1)
+    count, _, squares = _reduced_in_blocks(operands, start, rows.ndim - 1)
     return squares / count
+
+
+def _is_long(x: Array, axes: tuple[int, ...]) -> bool:
+    """Returns whether rows along the axes are read once; not where x is split explicitly."""
+    whole = all(name is None for name in jax.typeof(x).sharding.spec)
+    return whole and math.prod(x.shape[a] for a in axes) >= ONLINE_FROM
+
+
+def _reduced_in_blocks(
+    operands: tuple[Array, ...], start: tuple[Array, ...], axis: int
+) -> tuple[Any, ...]:
+    """Joins triples block by block, then the blocks, about as many as a block has elements.
+
+    Errors of a sum grow with its length.
+
+    Args:
+      operands: of one shape.
+      start: numbers that change nothing they are joined with.
+      axis: of the operands, their last.
+    """
+    shape = operands[0].shape
+    block = 1 << (shape[axis].bit_length() // 2)
+
+    def split(x: Array, fill: Array) -> Array:
+        x = jax.lax.pad(x, fill, [*[(0, 0, 0)] * axis, (0, -shape[axis] % block, 0)])
+        return x.reshape(*shape[:axis], -1, block)
+
+    parts = tuple(split(x, fill) for x, fill in zip(operands, start, strict=True))
+    inner = jax.lax.reduce(parts, start, _together, (axis + 1,))
+    return jax.lax.reduce(inner, start, _together, (axis,))
 
 
 Moments = tuple[Array, Array, Array]

@@ -174,12 +174,17 @@ def pairs_of(x: Array, num_pairs: int, interleaved: bool) -> tuple[Array, Array,
 
 def joined(first: Array, second: Array, rest: Array, interleaved: bool) -> Array:
     """Returns the features that `pairs_of` took apart."""
-    if interleaved:
-        pairs = jnp.stack([first, second], axis=-1)
-        first_second = [pairs.reshape(*first.shape[:-1], 2 * first.shape[-1])]
+    if interleaved:  # a sum of two arrays with gaps is one fast loop of XLA's, a stack is not
+        first_second = [_with_gaps(first, 0) + _with_gaps(second, 1)]
     else:
         first_second = [first, second]
     return jnp.concatenate([*first_second, rest] if rest.shape[-1] else first_second, axis=-1)
+
+
+def _with_gaps(x: Array, start: int) -> Array:
+    """Returns x [..., F] as every other of 2F features, from `start` on, the others 0."""
+    gaps = [*[(0, 0, 0)] * (x.ndim - 1), (start, 1 - start, 1)]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), gaps)
 
 
 def turned(xf: Array, cos: Array, sin: Array, interleaved: bool) -> Array:

@@ -20,33 +20,31 @@ from tpjax.pallas.plain import door
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _keeping_x(x: Array, mask: Array | None, options: tuple[int, float | None, bool]) -> Array:
-    """Returns the reference's result; the backward pass keeps its arguments alone.
+def _keeping_x(x: Array, mask: Array | None, rule: softmaxes.Derivative) -> Array:
+    """Returns the reference's result; the backward pass keeps no elements but its arguments'.
 
     One pass each way: XLA's own derivative of it is two, and keeps the result in float32.
     """
-    axis, softcap, logarithm = options
-    reference = log_softmax_reference if logarithm else softmax_reference
-    return reference(x, mask, axis=axis, softcap=softcap)
+    reference = log_softmax_reference if rule.logarithm else softmax_reference
+    return reference(x, mask, axis=rule.axis, softcap=rule.softcap)
 
 
 @_keeping_x.defjvp
-def _(options: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    axis, softcap, logarithm = options
-    how = {"axis": axis, "softcap": softcap, "logarithm": logarithm}
+def _(rule: softmaxes.Derivative, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    y = _keeping_x(*primals, rule)
+    kept = softmaxes.worth_keeping(*primals, rule.axis, rule.softcap)
+    fixed, tree = jax.tree.flatten((*primals, kept))
 
-    def along(rule: Any) -> Any:
-        return lambda fixed, ts: [rule(fixed[0], (*fixed[1:], None)[0], ts[0], **how)]
+    def along(way: Any) -> Any:
+        return lambda fixed, ts: [way(*tree.unflatten(fixed), *ts)]
 
-    y = _keeping_x(*primals, options)
-    fixed = [a for a in primals if a is not None]
-    (moved,) = linear_map(along(softmaxes.push), along(softmaxes.pull), fixed, [tangents[0]], [y])
+    (moved,) = linear_map(along(rule.push), along(rule.pull), fixed, [tangents[0]], [y])
     return y, moved
 
 
 def _xla(logarithm: bool) -> tuple[Implementation, ...]:
     def run(x: Array, mask: Array | None, *, axis: int, softcap: float | None) -> Array:
-        return _keeping_x(x, mask, (axis, softcap, logarithm))
+        return _keeping_x(x, mask, softmaxes.Derivative(axis, softcap, logarithm))
 
     return (Implementation("xla", run),)
 
@@ -66,8 +64,7 @@ def softmax(
     """Returns exp(x) over its sum along the axis, of what the mask shows.
 
     What the mask hides is 0, also all of a row that sees nothing; it has no gradient. Everything is
-    float32 (float64 for float64 x), rounded once. A long row is read once for both its maximum and
-    its sum.
+    float32 (float64 for float64 x), rounded once.
 
     Args:
       x: bfloat16, float16, float32 or float64, of any shape.
@@ -89,7 +86,7 @@ def softmax(
       >>> softmax(jnp.array([1.0, 1.0, 9.0]), jnp.array([True, True, False])).tolist()
       [0.5, 0.5, 0.0]
 
-    Source: Milakov and Gimelshein 2018 (online softmax).
+    Source: Bridle 1990.
     """
     return _call("softmax", SOFTMAX, x, mask, axis, softcap, implementation)
 
@@ -125,6 +122,8 @@ def log_softmax(
       >>> import jax.numpy as jnp
       >>> [round(float(p), 4) for p in log_softmax(jnp.array([1.0, 1.0]))]
       [-0.6931, -0.6931]
+
+    Source: as `softmax`.
     """
     return _call("log_softmax", LOG_SOFTMAX, x, mask, axis, softcap, implementation)
 
