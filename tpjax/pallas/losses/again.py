@@ -1,13 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The tpjax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two passes on Hopper: what is made of logits is multiplied and forgotten, and made again.
+"""Two passes on Hopper for the loss of each token: the gradient of the logits is made anew.
 
-    of a sum     forward makes the weights of a block of tokens, as one pass does, and of them the
-                 tokens' dhidden; backward makes the gradient of the logits, of a block of columns,
-                 and of it their dhead. Each product is whole: nothing adds up between blocks.
-    of each      forward keeps lse alone, as cotangents are not known; backward multiplies a block
-                 of columns twice. Dhidden adds up in float32; where the vocabulary is small, that
-                 takes the most memory, so tokens are cut in parts, and dhead is rounded after each.
+Forward keeps lse alone, as cotangents are not known; backward multiplies the gradient of the
+logits, of a block of columns, twice. Dhidden adds up in float32; where the vocabulary is small,
+that takes the most memory, so tokens are cut in parts, and dhead is rounded after each.
 
 Products are XLA's, on what kernels write in the operands' dtype.
 """
@@ -20,8 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tpjax.pallas.losses import terms
-from tpjax.pallas.losses.at_once import guess, is_far_off, sum_of_columns, tokens_of
-from tpjax.pallas.losses.chunked import in_blocks, weight_scale
+from tpjax.pallas.losses.chunked import weight_scale
 from tpjax.pallas.losses.logit_kernel import LOG2E
 from tpjax.pallas.losses.setup import Setup
 from tpjax.pallas.partition import vary_alike
@@ -34,8 +30,6 @@ BYTES = 0.29
 """For each logit, that a block may take with that sum and what is done of hidden's gradient."""
 MIN_BLOCK_BYTES = 1 << 24
 """What a block may take in any case: its gradient, and its columns of the head and of its."""
-TOKENS_BYTES, COLUMNS_BYTES = 0.13, 0.2
-"""For each logit, that a block of tokens, or of columns, may take for the loss of a sum."""
 
 
 def num_parts(features: int, columns: int) -> int:
@@ -73,93 +67,6 @@ def _backward(setup: Setup, kept: Any, cotangents: Any) -> Any:
 two_pass.defvjp(_forward, _backward)
 
 
-def block_tokens(tokens: int, columns: int) -> int:
-    """Returns how many tokens make a block of the loss of a sum."""
-    room = max(MIN_BLOCK_BYTES, int(TOKENS_BYTES * tokens * columns))
-    return min(tokens, max(512, room // (2 * columns) // 512 * 512))
-
-
-def dhead_columns(tokens: int, features: int, columns: int) -> int:
-    """Returns how many columns make a block of the loss of a sum."""
-    room = max(MIN_BLOCK_BYTES, int(COLUMNS_BYTES * tokens * columns))
-    fits = room // (2 * tokens + 4 * features)
-    # Many of 2048 fill all multiprocessors a whole number of times.
-    multiple = 2048 if fits >= 2048 else 256
-    return min(columns, max(256, fits // multiple * multiple))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def two_pass_sum(
-    setup: Setup, hidden: Array, head: Array, labels: Array, weights: Array
-) -> tuple[Array, Array, Array]:
-    """Returns the weighted sum of losses, which alone has gradients, then lse and losses [R]."""
-    lse, loss = setup.evaluate(hidden, head.astype(hidden.dtype), labels)
-    return terms.weighted(loss, weights).sum(), lse, loss
-
-
-def _sum_forward(
-    setup: Setup, hidden: Array, head: Array, labels: Array, weights: Array
-) -> tuple[Any, Any]:
-    run = jax.custom_batching.sequential_vmap(partial(_dhidden, setup))
-    dh, lse, loss = run(hidden, head, labels, weights)
-    kept = dh, hidden, head, labels, weights, lse, loss
-    return (terms.weighted(loss, weights).sum(), lse, loss), kept
-
-
-def _dhidden(setup: Setup, hidden: Array, head: Array, labels: Array, weights: Array) -> Any:
-    """Returns the gradient of hidden, lse and losses."""
-    narrow = head.astype(hidden.dtype)
-    options, columns_sum = setup.options, sum_of_columns(setup, narrow)
-    local = labels - terms.first_column(narrow, options)
-    size = block_tokens(hidden.shape[0], narrow.shape[options.vocab_axis])
-
-    def attempt(shift: Array) -> Any:
-        def step(_: None, block: Any) -> tuple[None, Any]:
-            h, y, w, guessed = block
-            made = setup.run("weights", h, narrow, y, guessed)
-            known = tokens_of(setup, narrow, y, w, guessed, made)
-            dh = known.dhidden(narrow, columns_sum, options).astype(h.dtype)
-            far = jnp.broadcast_to(is_far_off(made[0]), y.shape)
-            return None, (dh, known.lse, known.loss, far)
-
-        return in_blocks(step, (hidden, local, weights, shift), size)[1]
-
-    def is_far(state: Any) -> Array:
-        return state[1][3].any() & (state[0] < 1)  # once: NaN stays NaN
-
-    def again(state: Any) -> Any:
-        return state[0] + 1, attempt(setup.exact_shift(hidden, narrow, local))
-
-    first = attempt(guess(setup, hidden, narrow))
-    return lax.while_loop(is_far, again, (jnp.int32(0), first))[1][:3]
-
-
-def _sum_backward(setup: Setup, kept: Any, cotangents: Any) -> Any:
-    dh, hidden, head, labels, weights, lse, loss = kept
-    dtotal = cotangents[0]  # what else was returned has no gradient
-    by = terms.whole(dtotal, setup.options)
-    run = jax.custom_batching.sequential_vmap(partial(_dhead, setup))
-    dhead = run(hidden, head, labels, lse, by * weights)
-    dhidden = (dh.astype(by.dtype) * by).astype(dh.dtype)
-    return dhidden, dhead, terms.no_gradient(labels), dtotal * loss
-
-
-two_pass_sum.defvjp(_sum_forward, _sum_backward)
-
-
-def _dhead(
-    setup: Setup, hidden: Array, head: Array, labels: Array, lse: Array, dloss: Array
-) -> Array:
-    """Returns the gradient of the head."""
-    options = setup.options
-    by = terms.factors(dloss, lse, None, terms.vocab_size(head, options), options)
-    labels = labels - terms.first_column(head, options)
-    tokens, features = hidden.shape
-    width = dhead_columns(tokens, features, head.shape[options.vocab_axis])
-    one = jnp.ones((), jnp.float32)
-    return _part(setup, width, False, head, one, None, hidden, labels, lse * LOG2E, *by)[1]
-
-
 def _gradients(
     setup: Setup,
     hidden: Array,
@@ -184,7 +91,7 @@ def _gradients(
     found = []
     for first in range(0, tokens, part):
         some = [x[first : first + part] for x in (hidden, labels, *vectors)]
-        dh, dhead = _part(setup, width, True, head, largest, dhead, *some)
+        dh, dhead = _part(setup, width, head, largest, dhead, *some)
         # Rounded here: the next part's sum takes the place of this one's.
         rounded, dhead = lax.optimization_barrier(((dh * largest).astype(hidden.dtype), dhead))
         found.append(rounded)
@@ -194,7 +101,6 @@ def _gradients(
 def _part(
     setup: Setup,
     width: int,
-    with_hidden: bool,
     head: Array,
     scale: Array,
     dhead: Any,
@@ -202,15 +108,14 @@ def _part(
     labels: Array,
     *vectors: Array,
 ) -> tuple[Any, Any]:
-    """Returns the gradient of some tokens, float32 and if asked for, and dhead with their share."""
+    """Returns the gradient of some tokens, float32, and dhead with their share."""
     options, dtype = setup.options, hidden.dtype
     axis, columns = options.vocab_axis, head.shape[options.vocab_axis]
     is_first = dhead is None
     # A product that is rounded as it is written needs no float32 of its own.
     rounded = head.dtype if is_first and dtype == head.dtype == jnp.bfloat16 else None
     narrow = head.astype(dtype)
-    zeros = jnp.zeros(hidden.shape if with_hidden else (), jnp.float32)
-    zeros = zeros, jnp.zeros_like(head) if is_first else dhead
+    zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head) if is_first else dhead
     state: Any = tuple(vary_alike([*zeros, hidden])[:2])
 
     def one(state: Any, start: Any, size: int) -> tuple[Array, Array]:
@@ -223,10 +128,8 @@ def _part(
                 ours += lax.dynamic_slice_in_dim(dhead, start, size, axis).astype(ours.dtype)
             ours = ours.astype(head.dtype)
         dhead = lax.dynamic_update_slice_in_dim(dhead, ours, start, axis)
-        if with_hidden:
-            some = lax.dynamic_slice_in_dim(narrow, start, size, axis)
-            dh = dh + terms.dhidden(dx, some, options)
-        return dh, dhead
+        some = lax.dynamic_slice_in_dim(narrow, start, size, axis)
+        return dh + terms.dhidden(dx, some, options), dhead
 
     odd = columns % width
     state = one(state, 0, odd) if odd else state

@@ -47,9 +47,10 @@ def linear_cross_entropy(  # long: fifteen arguments, each explained
 
     Two forms, for which `form` asks. "one_pass" forms the gradient with the loss, 3 products in
     all, and holds a block of logits and, for more than one block, a float32 gradient of the head.
-    "two_pass" forms the logits again, 4 products in all, and holds a block of logits and at most a
-    float32 gradient of hidden. By itself a reduced loss takes one pass where what that holds is at
-    most 4 GiB, else two. A loss of each token takes two.
+    "two_pass" forms the logits again, at most 4 products in all, and holds a block of logits and at
+    most a float32 gradient of hidden; of a reduced loss the passes share what the head's gradient
+    will take. By itself a reduced loss takes one pass where what that holds is at most 4 GiB, else
+    two. A loss of each token takes two.
 
     Args:
       hidden: [*B, D], bfloat16, float16, float32 or float64.

@@ -10,9 +10,10 @@ from jax import Array
 from tpjax.core.operator import Key
 from tpjax.pallas import dispatch
 from tpjax.pallas.losses import terms
-from tpjax.pallas.losses.again import two_pass, two_pass_sum
+from tpjax.pallas.losses.again import two_pass
 from tpjax.pallas.losses.at_once import one_pass
 from tpjax.pallas.losses.logit_kernel import CONFIGS, Config
+from tpjax.pallas.losses.of_sum import two_pass_sum
 from tpjax.pallas.losses.setup import Setup
 from tpjax.pallas.losses.terms import Options
 from tpjax.pallas.tuning import config_for
