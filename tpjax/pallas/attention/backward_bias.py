@@ -19,7 +19,7 @@ from tpjax.pallas.attention.cotangents import Cotangents, launch
 from tpjax.pallas.attention.extras import Extras, key_spans, tiled
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
 from tpjax.pallas.attention.schedule import TileFacts
-from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile, by_row, filled
+from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile, by_row, filled, hidden
 
 WORKERS, BLOCK = 2, 64
 BIAS_ROWS = WORKERS * ROWS
@@ -87,7 +87,7 @@ def _step(
         weights = jnp.exp2(scored * factor - lse_rows)
         added = weights * (fresh[1].value() - delta_rows)
         seen = scores.seen(where, edge, scores.ids(where.first_row, ROWS, axis=0))
-        return ds + (added if seen is None else jnp.where(seen, added, 0.0))
+        return ds + hidden(added, 0.0, seen)
 
     _, ds = accumulate(products, [], ds, fresh=[where.shape] * 2, interpret=facts.plan.interpret)
     for ring in rings:

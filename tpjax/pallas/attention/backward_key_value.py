@@ -31,8 +31,8 @@ from tpjax.pallas.attention.query_walk import (
     start_walk,
     store,
 )
-from tpjax.pallas.attention.schedule import TileFacts, sorted_spans
-from tpjax.pallas.attention.scores import Plan, filled
+from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.scores import Plan, filled, without_garbage
 
 
 def _key_value_step(step: Array, sums: Sums, walk: QueryWalk, member: Array, at_edge: bool) -> Sums:
@@ -44,11 +44,11 @@ def _key_value_step(step: Array, sums: Sums, walk: QueryWalk, member: Array, at_
         product.add(key, stop.query.transpose((1, 0)))
         dweights.add(value, stop.dout.transpose((1, 0)))
         lse = stop.by_column(stop.lse)
-        weights, seen, gain = stop.weights(product.value(pending=1), lse, walk.ids, at_edge)
+        weights, gain = stop.weights(product.value(pending=1), lse, walk.ids, at_edge)
         dv.add(weights.astype(value.dtype), stop.dout)
         ds = weights * dweights.value(pending=1)
-        if seen is not None and stop.scores.may_hide_garbage:
-            ds = jnp.where(seen, ds, 0.0)
+        if stop.scores.may_hide_garbage(at_edge):
+            ds = without_garbage(ds, weights)
         dx = ds if gain is None else ds * gain
         dk.add(dx.astype(key.dtype), stop.query)
         # Under the product: without barriers before them the next step's products start sooner.
@@ -101,8 +101,7 @@ def key_value_gradient(
     value_features, rows = v.shape[-1], math.prod(own)
     group, num_tiles = q.shape[2] // kv_heads, pl.cdiv(plan.region.num_keys, rows)
     head_bytes = group * q.shape[1] * (features + value_features) * dtype.itemsize
-    has_ids = extras.key_ids is not None  # else the first tiles are the longest
-    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, longest_last=has_ids)
+    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, longest_last=False)
     facts = TileFacts(plan, order, kv_heads, group, features, value_features)
     scratch = [
         *(row_tile((*own, width), dtype) for width in (features, value_features)),
@@ -114,5 +113,5 @@ def key_value_gradient(
     name, grid = "flash_attention_backward_key_value", num_tiles * batch * kv_heads
     out_type = [out_like(q, x.shape, dtype) for x in (k, v)]
     kernel = launch(body, name, facts, workers, grid, out_type, scratch)
-    spans = sorted_spans(extras, query_spans(extras, plan.region, num_tiles, rows, block))
+    spans = query_spans(extras, plan.region, num_tiles, rows, block)
     return kernel(q, k, v, cotangents, tiled(extras, block, rows, transposed=True), spans)

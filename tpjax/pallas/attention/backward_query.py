@@ -15,8 +15,17 @@ from tpjax.pallas.attention.config import ROWS, compute_registers
 from tpjax.pallas.attention.cotangents import Cotangents, launch
 from tpjax.pallas.attention.extras import Extras, key_spans, tiled
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
-from tpjax.pallas.attention.schedule import TileFacts, sorted_spans
-from tpjax.pallas.attention.scores import WGMMA, Plan, Scores, Tile, by_row, filled
+from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.scores import (
+    WGMMA,
+    Plan,
+    Scores,
+    Tile,
+    by_row,
+    filled,
+    hidden,
+    without_garbage,
+)
 
 WIDE = 192
 """Features of a head beyond which registers are scarce, and shared memory is full."""
@@ -112,17 +121,15 @@ def _query_step(
         where = Tile(walk.start, (walk.span.stop - 1 - step) * block, tile)
         scored, factor, gain = scores.values(product.value(pending=1), where)
         weights = jnp.exp2(scored * factor - by_row(walk.lse, tile))
-        seen = scores.seen(where, at_edge, walk.ids, key_ids)
-        if seen is not None:
-            weights = jnp.where(seen, weights, 0.0)
+        weights = hidden(weights, 0.0, scores.seen(where, at_edge, walk.ids, key_ids))
         weights = lax.optimization_barrier(weights)
         # Where a block of instructions ends is the one place that ptxas moves no arithmetic across:
         # waiting for the next blocks here keeps the weights before the wait for their derivatives.
         pl.when(step + 1 < walk.span.stop - walk.span.start)(lambda: walk.await_blocks(step + 1))
         ds = weights * dweights.value()
         plgpu.barrier_arrive(walk.values.free.at[value_slot])
-        if seen is not None and scores.may_hide_garbage:
-            ds = jnp.where(seen, ds, 0.0)
+        if scores.may_hide_garbage(at_edge):
+            ds = without_garbage(ds, weights)
         if row_sums is not None:
             far = None if scores.extras.slopes is None else scores.distance(where)
             row_sums = row_sums.add(ds, weights, far)
@@ -190,13 +197,11 @@ def _query_kernel(
     """dquery of 64 rows for each worker; keys and values stream through rings."""
     config = facts.plan.config
     workers, block = config.dq_warpgroups, config.dq_block
-    batch, head, place = facts.locate(lax.axis_index("tile"))
+    batch, head, tile = facts.locate(lax.axis_index("tile"))
     worker = lax.axis_index("worker")
+    tile_start = tile * (workers * ROWS)
     scores = Scores(facts.plan, extras, spans, batch, head, query_axis=0)
-    span, tile_start = (
-        scores.span(place, workers * ROWS, block),
-        scores.tile(place) * workers * ROWS,
-    )
+    span = scores.span(tile, workers * ROWS, block)
     steps = jnp.int32(span.stop - span.start)
     key_buffers = (k_smem,) if ids_smem is None else (k_smem, ids_smem)
     keys, values = Ring(key_buffers, k_ready, k_free), Ring((v_smem,), v_ready, v_free)
@@ -261,9 +266,8 @@ def query_gradient(
     value_features, rows = v.shape[-1], workers * ROWS
     group, num_tiles = heads // k.shape[2], pl.cdiv(plan.region.num_queries, rows)
     head_bytes = k.shape[1] * (features + value_features) * dtype.itemsize
-    spans = sorted_spans(extras, key_spans(extras, plan.region, num_tiles, rows, block))
-    longest_last = plan.region.is_causal or extras.key_ids is not None
-    order = tile_order(num_tiles, batch * heads, group, head_bytes, longest_last)
+    spans = key_spans(extras, plan.region, num_tiles, rows, block)
+    order = tile_order(num_tiles, batch * heads, group, head_bytes, plan.region.is_causal)
     facts = TileFacts(plan, order, heads, group, features, value_features)
     has_ids = extras.key_ids is not None and features <= WIDE
     wanting = extras.bias, extras.slopes, extras.sinks

@@ -70,7 +70,7 @@ def _value_step(
         plgpu.barrier_wait(walk.queries.ready.at[stop.slot])
         fresh[0].add(key, stop.query.transpose((1, 0)))
         lse = stop.by_column(stop.lse) - SHIFT
-        weights, _, gain = stop.weights(fresh[0].value(), lse, walk.ids, at_edge)
+        weights, gain = stop.weights(fresh[0].value(), lse, walk.ids, at_edge)
         was_read = partial(plgpu.barrier_wait, handed.free.at[slot])
         pl.when(stop.count >= handed.stages)(was_read)
         buffer[...] = (weights if gain is None else weights * gain).astype(buffer.dtype)

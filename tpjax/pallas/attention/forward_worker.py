@@ -26,7 +26,7 @@ from tpjax.pallas.attention.blocks import Span
 from tpjax.pallas.attention.config import ROWS
 from tpjax.pallas.attention.ring import Ring, slot_of
 from tpjax.pallas.attention.schedule import TileFacts
-from tpjax.pallas.attention.scores import LOG2E, WGMMA, Scores, Tile, by_row, filled
+from tpjax.pallas.attention.scores import LOG2E, WGMMA, Scores, Tile, by_row, filled, hidden
 
 GROWTH = 8.0
 """How far, in units of log2, scores may exceed the `top` of a lazy worker."""
@@ -128,8 +128,7 @@ def _weights(
     key_ids = walk.keys.buffers[1].at[walk.slot(walk.keys, step)] if walk.ids is not None else None
     seen = walk.scores.seen(tile, at_edge, walk.ids, key_ids)
     walk.release(walk.keys, step)
-    if seen is not None:
-        scores = jnp.where(seen, scores, -jnp.inf)
+    scores = hidden(scores, -jnp.inf, seen)
     new_top = jnp.maximum(top, scores.max(axis=1) * factor)
     if walk.is_lazy:
         new_top = jnp.where(new_top - top > GROWTH, new_top, top)

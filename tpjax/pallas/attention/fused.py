@@ -53,8 +53,8 @@ from tpjax.pallas.attention.query_walk import (
     store,
 )
 from tpjax.pallas.attention.ring import Ring, ring_barriers, slot_of
-from tpjax.pallas.attention.schedule import TileFacts, sorted_spans
-from tpjax.pallas.attention.scores import WGMMA, Plan, filled
+from tpjax.pallas.attention.schedule import TileFacts
+from tpjax.pallas.attention.scores import WGMMA, Plan, filled, without_garbage
 
 FEATURES = 64
 """Of keys, and of values."""
@@ -150,11 +150,11 @@ def _step(
         fresh[0].add(key, stop.query.transpose((1, 0)))
         dweights.add(value, stop.dout.transpose((1, 0)))
         lse = stop.by_column(stop.lse)
-        weights, seen, gain = stop.weights(fresh[0].value(pending=1), lse, walk.ids, at_edge)
+        weights, gain = stop.weights(fresh[0].value(pending=1), lse, walk.ids, at_edge)
         dv.add(weights.astype(value.dtype), stop.dout)
         ds = weights * dweights.value(pending=1)
-        if seen is not None and stop.scores.may_hide_garbage:
-            ds = jnp.where(seen, ds, 0.0)
+        if stop.scores.may_hide_garbage(at_edge):
+            ds = without_garbage(ds, weights)
         dx = (ds if gain is None else ds * gain).astype(key.dtype)
         _show(shared, stop.count + 1, dx)
         _add_dquery(shared, before, walk, meanwhile=partial(dk.add, dx, stop.query))
@@ -249,15 +249,13 @@ def launch_fused(
     q, k, v = (pad_tokens(x) for x in (query, key, value))
     num_tiles, group = pl.cdiv(plan.region.num_keys, TILE), heads // kv_heads
     head_bytes = group * q.shape[1] * FEATURES * (2 * dtype.itemsize + 4)
-    has_ids = extras.key_ids is not None
-    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, longest_last=has_ids)
+    order = tile_order(num_tiles, batch * kv_heads, 1, head_bytes, longest_last=False)
     facts = TileFacts(plan, order, kv_heads, group, FEATURES, FEATURES)
     name, grid = "flash_attention_backward_fused", num_tiles * batch * kv_heads
     out_type = [out_like(q, x.shape, dtype) for x in (k, v)]
     kernel = launch(_fused_kernel, name, facts, WORKERS, grid, out_type, _scratch(extras, dtype))
     # Only the spans are of the bounds: the kernel masks faster where the region says all.
     spans = query_spans(_bounded(extras, plan.region, batch), plan.region, num_tiles, TILE, TILE)
-    spans = sorted_spans(extras, spans)
     others = cotangents, tiled(extras, TILE, TILE, transposed=True), spans
     room = (batch, pl.cdiv(num_queries, TILE) * TILE, heads, FEATURES)
     (dk, dv), dq = sum_in_gmem(kernel, (q, k, v, *others), room)

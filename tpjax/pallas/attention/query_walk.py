@@ -16,7 +16,7 @@ from tpjax.pallas.attention.cotangents import Cotangents
 from tpjax.pallas.attention.extras import Extras
 from tpjax.pallas.attention.ring import Ring, fill, ring_barriers, slot_of
 from tpjax.pallas.attention.schedule import TileFacts
-from tpjax.pallas.attention.scores import WGMMA, Scores, Tile
+from tpjax.pallas.attention.scores import WGMMA, Scores, Tile, hidden
 
 
 class Blocks(NamedTuple):
@@ -69,15 +69,11 @@ class Stop(NamedTuple):
 
     def weights(
         self, products: Array, lse: Array, ids: Array | None, at_edge: bool
-    ) -> tuple[Array, Array | None, Array | None]:
-        """Returns the weights, which of them are seen, and the derivative of the scores.
-
-        None: all are seen, and the derivative is one.
-        """
+    ) -> tuple[Array, Array | None]:
+        """Returns the weights, and the derivative of the scores, or None where it is one."""
         scored, factor, gain = self.scores.values(products, self.where)
         weights = jnp.exp2(scored * factor - lse)
-        seen = self.scores.seen(self.where, at_edge, ids, self.ids)
-        return weights if seen is None else jnp.where(seen, weights, 0.0), seen, gain
+        return hidden(weights, 0.0, self.scores.seen(self.where, at_edge, ids, self.ids)), gain
 
 
 class QueryWalk(NamedTuple):
@@ -133,11 +129,11 @@ def start_walk(
     rows: int, queries: Ring, douts: Ring, extras: Extras, spans: Any, facts: TileFacts
 ) -> QueryWalk:
     """Returns the walk of the `rows` keys that this block of threads owns, with nothing loaded."""
-    batch, kv_head, place = facts.locate(lax.axis_index("tile"))
+    batch, kv_head, tile = facts.locate(lax.axis_index("tile"))
     scores = Scores(facts.plan, extras, spans, batch, kv_head, query_axis=1)
-    span, start = scores.span(place, rows, facts.plan.config.dkv_block), scores.tile(place) * rows
+    span = scores.span(tile, rows, facts.plan.config.dkv_block)
     steps = jnp.int32(span.stop - span.start)
-    return QueryWalk((), start, None, span, steps, queries, douts, scores, facts)
+    return QueryWalk((), tile * rows, None, span, steps, queries, douts, scores, facts)
 
 
 def gather(step: Callable[..., Sums], sums: Sums, walk: QueryWalk) -> Sums:

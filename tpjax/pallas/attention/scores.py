@@ -35,6 +35,21 @@ def by_row(x: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
+def hidden(x: Array, value: float, seen: list[Array]) -> Array:
+    """Returns a tile with `value` where not all conditions are met (see `Scores.seen`).
+
+    One by one: the compiler has instructions to choose by a comparison, not by two of them.
+    """
+    for condition in seen:
+        x = jnp.where(condition, x, value)
+    return x
+
+
+def without_garbage(ds: Array, weights: Array) -> Array:
+    """Returns derivatives that are zero where the weights are, whatever they were multiplied by."""
+    return jnp.where(weights == 0, 0.0, ds)
+
+
 class Plan(NamedTuple):
     """Everything static about one call."""
 
@@ -79,12 +94,11 @@ class Scores(NamedTuple):
         """Whether a query may have no finite score in a tile without edges."""
         return self.extras.mask is not None or self.extras.bias is not None
 
-    @property
-    def may_hide_garbage(self) -> bool:
-        """Whether what is hidden may be anything: then even a weight of zero must not meet it."""
+    def may_hide_garbage(self, at_edge: bool) -> bool:
+        """Whether a tile may hide what may be anything: even a weight of zero must not meet it."""
         extras = self.extras
-        hidden = (extras.bounds, extras.mask, extras.key_ids, extras.bias)
-        return any(x is not None for x in hidden)
+        hiding = (extras.bounds, extras.mask, extras.key_ids, extras.bias)
+        return extras.mask is not None or (at_edge and any(x is not None for x in hiding))
 
     def bounds(self) -> Bounds:
         """Returns where the sequence ends."""
@@ -159,8 +173,8 @@ class Scores(NamedTuple):
 
     def seen(
         self, tile: Tile, crosses_edge: bool, row_ids: Array | None, column_ids: Any = None
-    ) -> Array | None:
-        """Returns which scores of the tile are seen, or None if all are.
+    ) -> list[Array]:
+        """Returns conditions, of the tile's shape, that a score that is seen meets, all of them.
 
         Args:
           tile: which.
@@ -191,12 +205,7 @@ class Scores(NamedTuple):
                 conditions.append(self._over(row_ids, tile, 0) == self._over(other_ids, tile, 1))
         if self.extras.mask is not None:
             conditions.append(self._load(self.extras.mask, tile) != 0)
-        if not conditions:
-            return None
-        seen = conditions[0]
-        for condition in conditions[1:]:
-            seen = seen & condition
-        return seen
+        return conditions
 
     def ids(self, first: Any, count: int, axis: int) -> Array | None:
         """Returns segment ids of rows (axis 0) or columns (1) of tiles, or None."""
