@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORST_OVER_RMS = 32.0
 """How far one element may stand above `tol`: a wrong element must not hide in a large array.
 
-Rounding errors stay within 6 of their RMS in a million elements; rows of unequal scale need more.
+Rounding errors stay within 6 of their RMS in a million elements; inside a large row more is normal.
 """
 
 
@@ -48,7 +48,8 @@ def assert_close(what: str, actual: Any, expected: Any, tol: float) -> None:
 
     Structure, shapes and dtypes must be equal (cast `expected` where the reference is wider), and
     all values finite. Integers and booleans must be equal. No element may be wrong by more than
-    `WORST_OVER_RMS * tol` of its own size or of the RMS of `expected`, whichever is larger.
+    `WORST_OVER_RMS * tol` of its own size, the RMS of its row (along the last axis) or that of all
+    of `expected`, whichever is largest: what cancels in one element does so in its row's rounding.
 
     Args:
       what: names the compared thing in the message.
@@ -88,7 +89,8 @@ def _assert_leaf(what: str, actual: Any, expected: Any, tol: float) -> None:
     relative = rms / scale if scale else (np.inf if rms else 0.0)
     note = f"relative RMS error {relative:.3g} is over the tolerance {tol:.3g}"
     _assert_within(what, x, y, error, np.inf if relative <= tol else -np.inf, note)
-    room = np.maximum(size, scale) * WORST_OVER_RMS
+    row = np.sqrt(np.mean(size**2, axis=-1, keepdims=True)) if size.ndim > 1 else scale
+    room = np.maximum(np.maximum(size, row), scale) * WORST_OVER_RMS
     share = np.divide(error, room, out=np.zeros_like(error), where=room > 0)
     note = f"one element is off by over {WORST_OVER_RMS:g} x the tolerance {tol:.3g}"
     _assert_within(what, x, y, share, tol, f"{note} (relative RMS error {relative:.3g})")

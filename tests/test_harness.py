@@ -141,6 +141,20 @@ def test_integers_and_booleans_must_be_equal():
         assert_close("mask", ~mask, mask, 1.0)
 
 
+def test_one_wrong_element_is_found_by_the_scale_of_its_row():
+    """A large row may be off by its own rounding, not by that of a larger one."""
+    x = np.array(inputs("f32[4000,256]", seed=0))
+    x[0] *= 20
+    for row, by, passes in ((0, 3.0, True), (0, 5.0, False), (7, 1.0, False)):
+        wrong = x.copy()
+        wrong[row, 3] += by
+        if passes:
+            assert_close("x", wrong, x, 6e-3)
+            continue
+        with pytest.raises(AssertionError, match="one element is off"):
+            assert_close("x", wrong, x, 6e-3)
+
+
 def test_zero_tolerance_asks_for_the_same_values():
     x = inputs("f32[64]", seed=0)
     assert_close("x", x, np.asarray(x), 0)
