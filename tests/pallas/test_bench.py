@@ -286,8 +286,10 @@ def test_samples_by_words():
 
 def test_tuning_by_command(one_row, tmp_path, monkeypatch, capsys):
     """`--tune` times configs of the samples, and says so where there is no kernel to tune."""
-    assert main(["bench", "--tune", str(tmp_path), "--samples", "[6,256]"]) == 0
-    assert "the kernel needs cuda" in capsys.readouterr().out
+    assert main(["bench", "--tune", str(tmp_path), "--samples", "[6,256]"]) == 1
+    printed = capsys.readouterr()
+    assert "the kernel needs cuda" in printed.out
+    assert "no kernel of these operators ran here" in printed.err
 
 
 @pytest.mark.slow

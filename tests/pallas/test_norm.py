@@ -219,6 +219,7 @@ DOOR = [
     (lambda: add_layer_norm(X, any_kind(1.0)), TypeError, "residual must be an array; got float"),
     (lambda: add_layer_norm(X, X, None, jnp.ones(2)), ValueError, "add_layer_norm: bias must be"),
     (lambda: rms_norm_fp8(X, quant_scale=jnp.ones(2)), ValueError, "quant_scale must be one numb"),
+    (lambda: rms_norm_fp8(X, quant_scale=jnp.float32(0)), ValueError, "quant_scale must be posit"),
     (lambda: layer_norm(X, None, jnp.ones(9)), ValueError, r"layer_norm: bias must .*\(9,\)"),
     (lambda: layer_norm(X, jnp.ones(8, jnp.int8)), TypeError, "layer_norm: scale must be of dtype"),
 ]
@@ -231,6 +232,10 @@ def test_door(wrong, error, text):
         wrong()
 
 
+def _added(x):
+    return add_rms_norm(x, x)
+
+
 def test_kernel_refuses_with_the_reason():
     """Every limit of the kernels is told in words."""
     from tests.pallas.test_dispatch import chosen
@@ -240,6 +245,7 @@ def test_kernel_refuses_with_the_reason():
         (rms_norm, 65568, jnp.bfloat16, {}, "at most 65536 features; it has 65568"),
         (rms_norm, 1000, jnp.bfloat16, {}, "multiple of 32 features beyond 256, or XLA's code is"),
         (rms_norm, 16384, jnp.bfloat16, {}, "XLA's code is faster than the kernels that"),
+        (_added, 16384, jnp.bfloat16, {}, "XLA's code is faster than the kernels that"),
         (layer_norm, 32 * 1031, jnp.bfloat16, {}, "fit no warpgroup, and have no equal segments"),
         (layer_norm, 96, jnp.float32, {"num_groups": 8}, "a group of the last axis of x must be"),
         (rms_norm, 65536, jnp.float32, {"num_groups": 2}, "groups of 32768 float32 do not fit"),

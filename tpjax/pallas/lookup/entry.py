@@ -49,6 +49,8 @@ def embedding(
       >>> import jax.numpy as jnp
       >>> embedding(jnp.eye(3), jnp.array([2, -1])).tolist()
       [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+
+    Source: Bengio et al. 2003 (a table of embeddings).
     """
     op = "embedding"
     for name, x in (("table", table), ("ids", ids)):

@@ -28,7 +28,7 @@ def add_rms_norm(
 
     The same as `rms_norm` of the sum, to the bit where both have one dtype: the sum is formed in
     float32 (float64 if one is), rounded to the residual's dtype, and then normalised. Both results
-    have gradients.
+    have gradients. Sums beyond 1e16 in size may have squares beyond float32: then y is zeros.
 
     Args:
       x: [*B, D], bfloat16, float16, float32 or float64: what a layer adds to the stream.
@@ -78,7 +78,7 @@ def add_layer_norm(
         h = x + residual
         y = (h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * (scale + scale_offset) + bias
 
-    Dtypes and rounding as of `add_rms_norm`; both results have gradients.
+    Dtypes, rounding and range as of `add_rms_norm`; both results have gradients.
 
     Args:
       x: [*B, D], bfloat16, float16, float32 or float64: what a layer adds to the stream.
@@ -97,6 +97,12 @@ def add_layer_norm(
       ValueError: a wrong shape or value.
       TypeError: a wrong dtype or kind.
       UnsupportedError: the implementation asked for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> normed, new_residual = add_layer_norm(jnp.array([1.0, 2.0]), jnp.array([0.0, 1.0]))
+      >>> [round(float(v), 4) for v in normed], new_residual.tolist()
+      ([-1.0, 1.0], [1.0, 3.0])
 
     Source: Ba, Kiros and Hinton 2016 (LayerNorm).
     """

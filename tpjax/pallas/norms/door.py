@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tpjax.core._jax import is_tracer
 from tpjax.core.errors import message
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -50,7 +51,7 @@ def check_vector(op: str, name: str, vector: Any, x: Any) -> None:
 
 
 def check_quant_scale(op: str, quant_scale: Any) -> None:
-    """Raises unless the scale is None or one number."""
+    """Raises unless the scale is None or one number, positive as far as it is known."""
     if quant_scale is None:
         return
     check_array(op, "quant_scale", quant_scale)
@@ -58,6 +59,9 @@ def check_quant_scale(op: str, quant_scale: Any) -> None:
         remedy = "Leave it out to have one for each row."
         must, got = "one number, of shape ()", f"shape {quant_scale.shape}"
         raise ValueError(message(op, "quant_scale", must, got, remedy))
+    if not is_tracer(quant_scale) and not quant_scale > 0:
+        remedy = "Values are divided by it."
+        raise ValueError(message(op, "quant_scale", "positive", quant_scale, remedy))
 
 
 def options_of(op: str, eps: Any, scale_offset: Any, scale: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def rms_norm(
 
     Everything is computed in float32 (float64 for float64 x) and rounded once, to x's dtype. To
     normalise queries or keys [*B, T, H, D] pass them as they are: a row is a head of a token.
+    Elements beyond 1e16 in size may have squares beyond float32: then the row is zeros.
 
     Args:
       x: [*B, D], bfloat16, float16, float32 or float64.
@@ -77,6 +78,7 @@ def layer_norm(
         y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (scale + scale_offset) + bias
 
     Everything is computed in float32 (float64 for float64 x) and rounded once, to x's dtype.
+    Elements beyond 1e16 in size may have squares beyond float32: then the row is zeros.
 
     Args:
       x: [*B, D], bfloat16, float16, float32 or float64.

@@ -35,8 +35,8 @@ def rms_norm_fp8(
     Args:
       x: [*B, D], bfloat16, float16, float32 or float64.
       scale: [D], of any of those dtypes; None multiplies by nothing.
-      quant_scale: one positive number (), for all rows, of any of those dtypes; None: one for each
-        row, which makes its largest value 448.
+      quant_scale: one number (), for all rows, of any of those dtypes, positive (which is checked
+        where it is known when tracing); None: one for each row, which makes its largest value 448.
       eps: a positive number, added to the mean square.
       scale_offset: a number added to scale: 1.0 for a scale that is stored as its distance from 1.
       implementation: "pallas" or "xla"; None chooses.
@@ -87,8 +87,8 @@ def layer_norm_fp8(
       x: [*B, D], bfloat16, float16, float32 or float64.
       scale: [D], of any of those dtypes; None multiplies by nothing.
       bias: like `scale`; None adds nothing.
-      quant_scale: one positive number (), for all rows, of any of those dtypes; None: one for each
-        row, which makes its largest value 448.
+      quant_scale: one number (), for all rows, of any of those dtypes, positive (which is checked
+        where it is known when tracing); None: one for each row, which makes its largest value 448.
       eps: a positive number, added to the variance.
       scale_offset: a number added to scale: 1.0 for a scale that is stored as its distance from 1.
       implementation: "pallas" or "xla"; None chooses.
@@ -100,6 +100,12 @@ def layer_norm_fp8(
       ValueError: a wrong shape or value.
       TypeError: a wrong dtype or kind; a derivative is asked for.
       UnsupportedError: the implementation asked for cannot run this call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> values, q = layer_norm_fp8(jnp.array([[1.0, 3.0]]))
+      >>> values.astype(jnp.float32).tolist(), round(float(q[0]) * 448, 4)
+      ([[-448.0, 448.0]], 1.0)
 
     Source: Ba, Kiros and Hinton 2016 (LayerNorm); Micikevicius et al. 2022 (float8_e4m3fn).
     """

@@ -4,6 +4,7 @@
 
 from typing import Any
 
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -46,6 +47,7 @@ def reduce(
     Raises:
       ValueError: a wrong axis or kind, or nothing to reduce where that has no value.
       TypeError: a wrong dtype or kind of argument.
+      UnsupportedError: an implementation is asked for that there is not.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,7 +60,7 @@ def reduce(
     door.check_x(op, x)
     if kind not in KINDS:
         raise ValueError(f"reduce: unknown kind {kind!r}. {did_you_mean(str(kind), KINDS)}")
-    if not isinstance(keepdims, bool):
+    if not isinstance(keepdims, bool | np.bool_):
         raise TypeError(message(op, "keepdims", "True or False", repr(keepdims)))
     given = axis if isinstance(axis, tuple) else (axis,)
     axes = tuple(door.axis_of(op, a, x.ndim) for a in given)
@@ -66,7 +68,7 @@ def reduce(
         raise ValueError(message(op, "axis", "one axis or several different ones", axis))
     if kind != "sum":
         door.check_not_empty(op, x, axes)
-    options = {"kind": kind, "axis": axes, "keepdims": keepdims}
+    options = {"kind": kind, "axis": axes, "keepdims": bool(keepdims)}
     return dispatch.call(op, REDUCE, {"x": x}, options, implementation, PARTITIONING)
 
 
@@ -86,11 +88,14 @@ def argmax(
     Raises:
       ValueError: a wrong axis, or nothing along it.
       TypeError: a wrong dtype or kind of argument.
+      UnsupportedError: an implementation is asked for that there is not.
 
     Example:
       >>> import jax.numpy as jnp
       >>> argmax(jnp.array([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]])).tolist()
       [1, 0]
+
+    Source: `jax.lax.argmax`, which this is.
     """
     op = "argmax"
     door.check_x(op, x)

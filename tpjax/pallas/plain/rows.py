@@ -30,11 +30,15 @@ def softmax_cost(x: Any, mask: Any = None, **options: Any) -> Cost:
     return Cost(flops, nbytes((x, mask, x)), flops)
 
 
+OPERATIONS = {"sum": 1, "mean": 1, "max": 1, "var": 4, "logsumexp": 4}
+"""Of each kind, on an element."""
+
+
 def reduce_cost(x: Any, **options: Any) -> Cost:
-    """Returns the cost of one call: an operation an element each way, x read once each way."""
+    """Returns the cost of one call, the same operations each way, x read once each way."""
     result = jax.eval_shape(lambda x: reduce_reference(x, **options), x)
-    count = float(math.prod(x.shape))
-    return Cost(count, nbytes((x, result)), count)
+    flops = float(OPERATIONS[options["kind"]] * math.prod(x.shape))
+    return Cost(flops, nbytes((x, result)), flops)
 
 
 def argmax_cost(x: Any, **options: Any) -> Cost:
