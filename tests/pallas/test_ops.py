@@ -5,7 +5,6 @@
 On a GPU: `python -m pytest -m gpu tests/pallas/test_ops.py` runs all samples on the device.
 """
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -89,10 +88,12 @@ def test_cost(op, sample):
     cost = sample.call_of(op.cost)(*shapes)
     reference = sample.call_of(op.reference)
     everything = nbytes([*shapes, *jax.tree.leaves(jax.eval_shape(reference, *shapes))])
-    some = op.name == "embedding" and shapes[0].shape[0] > math.prod(shapes[1].shape)
-    assert cost.bytes < everything if some else cost.bytes == everything
+    if op.name == "embedding":
+        assert 0.2 * everything < cost.bytes <= everything
+    else:
+        assert cost.bytes == everything
     if not sample.slow:
-        counted = jax.jit(reference).lower(*shapes).cost_analysis()
+        counted = jax.jit(reference).lower(*shapes).cost_analysis() or {}
         operations = counted.get("flops", 0) + counted.get("transcendentals", 0)
         if operations:  # dropout of nothing is a copy
             assert 0.5 < operations / cost.flops < 10

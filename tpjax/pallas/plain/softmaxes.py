@@ -31,9 +31,10 @@ def _keeping_x(x: Array, mask: Array | None, rule: softmaxes.Derivative) -> Arra
 
 @_keeping_x.defjvp
 def _(rule: softmaxes.Derivative, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    y = _keeping_x(*primals, rule)
-    kept = softmaxes.worth_keeping(*primals, rule.axis, rule.softcap)
-    fixed, tree = jax.tree.flatten((*primals, kept))
+    x, mask = primals
+    y = _keeping_x(x, mask, rule)
+    kept = softmaxes.worth_keeping(x, mask, rule.axis, rule.softcap)
+    fixed, tree = jax.tree.flatten((x, mask, kept))
 
     def along(way: Any) -> Any:
         return lambda fixed, ts: [way(*tree.unflatten(fixed), *ts)]
