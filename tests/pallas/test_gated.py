@@ -73,11 +73,11 @@ def test_activations(name):
 
 def test_what_is_kept():
     """The gradient keeps operands, and gate and up rounded; no hidden rows."""
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((96, 40), (40, 2, 24), (24, 40))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 40), (40, 2, 24), (24, 40))]
     with tpjax.use(platform="cuda"):
         pull = jax.eval_shape(lambda *xs: jax.vjp(gated_mlp, *xs)[1], *shapes)
     kept = sorted(x.shape for x in jax.tree.leaves(pull))
-    assert set(kept) == {(96, 40), (40, 2, 24), (24, 40), (1, 96, 2, 24)}
+    assert set(kept) == {(128, 40), (40, 2, 24), (24, 40), (1, 128, 2, 24)}
 
 
 def test_two_arrays_are_one():
@@ -92,7 +92,7 @@ def test_pull_of_many_tiles():
     gate_up, dhidden = inputs("bf16[1,150,2,550]", 0), inputs("bf16[1,150,550]", 1)
     options = gated._Options("swish", Launcher("gated_linear_unit", "races", None))
     with tpjax.use(interpret="races"):
-        got = gated._pulled(gate_up, dhidden, options)
+        (got,) = gated._pulled(gate_up, dhidden, options)
 
     def forward(gate_up):
         return jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
@@ -106,8 +106,8 @@ def test_pull_of_many_tiles():
 @pytest.mark.parametrize("size", [1, 3, 7, 63, 1000, 1031])
 def test_odd_sizes_on_gpu(size):
     """Sizes that fill no tile, along each axis."""
-    # Fewer than 64 rows are refused; of one feature roundings are no random ones.
-    for rows, features, hidden in ((size + 64, 128, 256), (200, size + 2, 256), (200, 128, size)):
+    # Fewer than 128 rows are refused; of one feature roundings are no random ones.
+    for rows, features, hidden in ((size + 128, 128, 256), (200, size + 2, 256), (200, 128, size)):
         x, up, down = f"bf16[{rows},{features}]", f"{features},2,{hidden}", f"{hidden},{features}"
         for op, specs in ((GATED_LINEAR_UNIT, ()), (GATED_MLP, (f"bf16[{down}]",))):
             sample = Sample((x, f"bf16[{up}]", *specs), {"activation": "gelu_exact"})

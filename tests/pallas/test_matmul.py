@@ -61,9 +61,16 @@ def test_nothing_to_multiply():
     assert_close("no terms", got, np.full((4, 8), 4.0, np.float32), 1e-6)
 
 
+def test_scale_of_python():
+    """A number of Python scales as an array of no axes does."""
+    for scale in (3, 0.25):
+        got = matmul(A, B, scale=scale)
+        assert_close("scaled", got, matmul(A, B, scale=jnp.float32(scale)), 0)
+
+
 def test_wider_result():
     """A result may be wider than its operands: it is the sum, not rounded."""
-    a, b = inputs("bf16[65,40]", 0), inputs("bf16[40,16]", 1)
+    a, b = inputs("bf16[129,40]", 0), inputs("bf16[40,16]", 1)
     want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     for use in (tpjax.use(interpret=True), tpjax.use(implementation="xla")):
         with use:
@@ -74,7 +81,7 @@ def test_wider_result():
 @pytest.mark.parametrize("use", [{"interpret": True}, {"implementation": "xla"}], ids=str)
 def test_relu_has_no_gradient_at_zero(use: Any):
     """Neither in the kernel nor in the plain form."""
-    zeros, ones = jnp.zeros((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    zeros, ones = jnp.zeros((128, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     with tpjax.use(**use):
         got = jax.grad(lambda a: matmul(a, ones, activation="relu").astype(jnp.float32).sum())
         assert_close("da", got(zeros), zeros, 0)
@@ -82,10 +89,10 @@ def test_relu_has_no_gradient_at_zero(use: Any):
 
 def test_refusals():
     """What the kernel would round, or would not fill, is refused with the reason."""
-    x, y = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((64, 4), jnp.bfloat16)
+    x, y = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((128, 4), jnp.bfloat16)
     for says, call in (
         ("takes bfloat16 and float16", lambda: matmul(A, B, implementation="pallas")),
-        ("fewer than 64 rows", lambda: matmul(x, x, implementation="pallas")),
+        ("fewer than 128 rows", lambda: matmul(x, x, implementation="pallas")),
         ("nothing to multiply", lambda: matmul(x[:, :0], x[:0], implementation="pallas")),
     ):
         with tpjax.use(platform="cuda"), pytest.raises(UnsupportedError) as e:
@@ -165,6 +172,20 @@ def test_clusters(config, shapes, stored):
     assert_close("product", got, want.astype(got.dtype), 6e-3)
 
 
+def test_tiles_that_wait(monkeypatch):
+    """A tile is finished under the next ones' main loops, the last one behind them."""
+    from tpjax.pallas.products import mainloop
+
+    monkeypatch.setattr(mainloop, "num_sms", lambda: 2)
+    a, b = inputs("bf16[1,280,136]", 0), inputs("bf16[1,136,264]", 1)
+    config = Config(columns=128, late=True, stages=2)
+    jax.clear_caches()
+    with tpjax.use(interpret="races"):
+        (got,) = product(Job(Plain(), config, "races", "product"), a, [b])
+    jax.clear_caches()
+    assert_close("product", got, _exact(a, b, False, False).astype(got.dtype), 6e-3)
+
+
 @pytest.mark.parametrize("config", {replace(c, group=8, cluster=2) for c in CONFIGS}, ids=str)
 def test_configs_lower(config):
     """Every shape of tile lowers for a GPU: layouts are legal and shared memory is enough."""
@@ -209,7 +230,7 @@ ODD = (1, 3, 7, 63, 1000, 1031)
 @pytest.mark.parametrize("size", ODD)
 def test_odd_sizes_on_gpu(size):
     """Sizes that fill no tile, each along one axis and along all, with all that may follow."""
-    rows = size + 64  # fewer are refused
+    rows = size + 128  # fewer are refused
     for sizes in ((rows, 128, 256), (200, size, 256), (200, 128, size), (rows, size, size)):
         rows, terms, columns = sizes
         result, vector = f"bf16[{rows},{columns}]", f"f32[{columns}]"

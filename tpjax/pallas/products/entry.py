@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from tpjax.core.errors import did_you_mean, message
+from tpjax.core.norms import statistics_dtype
 from tpjax.core.products import ACTIVATIONS
 from tpjax.pallas import dispatch
 from tpjax.pallas.products.implementations import (
@@ -30,7 +31,7 @@ def matmul(
     b: Float[Array, "*C K N"],
     bias: Float[Array, " N"] | None = None,
     residual: Float[Array, "*B M N"] | None = None,
-    scale: Float[Array, "..."] | None = None,
+    scale: Float[Array, "..."] | float | None = None,
     *,
     activation: str = "linear",
     out_dtype: DTypeLike | None = None,
@@ -47,7 +48,7 @@ def matmul(
       b: [K, N], shared by the batch, or [*B, K, N]; of the dtype of a.
       bias: [N], of any of those dtypes; None adds nothing.
       residual: [*B, M, N], likewise.
-      scale: [N], or one number []; None multiplies by nothing.
+      scale: [N], or one number, [] or Python's; None multiplies by nothing.
       activation: "linear", "relu", "relu_squared", "sigmoid", "swish", "gelu" (by tanh) or
         "gelu_exact".
       out_dtype: of the result; None: that of a.
@@ -77,6 +78,7 @@ def matmul(
         remedy = "Broadcast the smaller one with jax.numpy.broadcast_to."
         raise ValueError(message(op, "b", must, f"shape {b.shape}", remedy))
     shape = (*a.shape[:-1], b.shape[-1])
+    scale = _number_as_array(scale, a)
     for name, x, right in (
         ("bias", bias, (shape[-1:],)),
         ("residual", residual, (shape,)),
@@ -224,6 +226,11 @@ def _check_array(op: str, name: str, x: Any) -> None:
         raise TypeError(message(op, name, "an array", type(x).__name__, remedy))
     if str(x.dtype) not in DTYPES:
         raise TypeError(message(op, name, f"of dtype {', '.join(DTYPES)}", x.dtype, "Cast it."))
+
+
+def _number_as_array(x: Any, like: Any) -> Any:
+    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    return jnp.asarray(x, statistics_dtype(like.dtype)) if is_number else x
 
 
 def _check_matrix(op: str, name: str, x: Any) -> None:

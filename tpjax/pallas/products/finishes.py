@@ -40,6 +40,11 @@ _ACTIVATIONS = activations(_sigmoid, _erf)
 class Plain(Finish):
     """The sums as they are."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether it may: rounded, sums are what they become."""
+        return True
+
     def __call__(
         self, sums: Sequence[Array], sides: Sequence[Array], vectors: Sequence[Array]
     ) -> Sequence[Array]:
@@ -91,7 +96,7 @@ class Gated(Finish):
     activation: str
     stacked: bool
     """Whether the right operands are halves of one array."""
-    keeps: bool
+    keeps: bool = False
     """Whether gate and up, the halves of one array, are a result too."""
 
     @property
@@ -117,6 +122,8 @@ class GatedPull(Finish):
     """The gradients of gate and up, given gate, up and the gradient of the hidden rows."""
 
     activation: str
+    again: bool = False
+    """Whether the hidden rows are a result too."""
 
     @property
     def factors(self) -> tuple[Panel, ...]:
@@ -130,15 +137,17 @@ class GatedPull(Finish):
 
     @property
     def results(self) -> tuple[Panel, ...]:
-        """The gradients, as two halves."""
-        return STACKED
+        """The gradients, as two halves; the hidden rows, if they are asked for."""
+        return (*STACKED, Panel(1)) if self.again else STACKED
 
     def __call__(
         self, sums: Sequence[Array], sides: Sequence[Array], vectors: Sequence[Array]
     ) -> Sequence[Array]:
         gate, up, dhidden = sides
         act = _ACTIVATIONS[self.activation]
-        return [dhidden * up * act.slope(gate), dhidden * act.value(gate)]
+        value = act.value(gate)
+        pulled = [dhidden * up * act.slope(gate), dhidden * value]
+        return [*pulled, value * up] if self.again else pulled
 
 
 @dataclass(frozen=True)

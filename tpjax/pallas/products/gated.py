@@ -27,8 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tpjax.core.products import ACTIVATIONS
 from tpjax.pallas import dispatch
-from tpjax.pallas.products.finishes import Gated, GatedPull, Plain, ProductPull
+from tpjax.pallas.products.finishes import Gated, GatedPull, Plain
 from tpjax.pallas.products.grouped import product
 from tpjax.pallas.products.kernel import Job
 from tpjax.pallas.products.mainloop import Config
@@ -52,17 +53,30 @@ class _Options(NamedTuple):
     launcher: Launcher
 
 
-class _Kept(NamedTuple):
+class _Residuals(NamedTuple):
     """For the backward pass: the operands, gate and up [1, R, 2, F]."""
 
     operands: _Operands
     gate_up: Array
 
 
-def _hidden(o: _Operands, options: _Options, keeps: bool) -> tuple[Array, ...]:
-    """Returns the hidden rows [1, R, F] and, if it keeps them, gate and up."""
+def _stacked(o: _Operands) -> Array:
+    """Returns the weights of gate and up as one array [D, 2, F]."""
+    return o.w if o.w_up is None else jnp.stack([o.w, o.w_up], axis=1)
+
+
+def _hidden(o: _Operands, options: _Options) -> Array:
+    """Returns the hidden rows [1, R, F]."""
     factors = (o.w[None],) if o.w_up is None else (o.w[None], o.w_up[None])
-    return options.launcher(Gated(options.activation, o.w_up is None, keeps), _rows(o.x), factors)
+    return options.launcher(Gated(options.activation, o.w_up is None), _rows(o.x), factors)[0]
+
+
+def _kept(o: _Operands, options: _Options) -> tuple[Array, Array]:
+    """Returns the hidden rows, and gate and up [1, R, 2, F]."""
+    w = _stacked(o)
+    gate_up = (_rows(o.x)[0] @ w.reshape(w.shape[0], -1)).reshape(1, -1, *w.shape[1:])
+    gate, up = (gate_up[:, :, half].astype(jnp.float32) for half in range(2))
+    return (ACTIVATIONS[options.activation].value(gate) * up).astype(o.x.dtype), gate_up
 
 
 def _down(o: _Operands, hidden: Array, options: _Options) -> Array:
@@ -78,43 +92,46 @@ def _rows(x: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gated(o: _Operands, options: _Options) -> Array:
-    return _down(o, _hidden(o, options, False)[0], options)
+    return _down(o, _hidden(o, options), options)
 
 
-def _forward(o: _Operands, options: _Options) -> tuple[Array, _Kept]:
-    hidden, gate_up = _hidden(o, options, True)
-    return _down(o, hidden, options), _Kept(o, gate_up)
+def _forward(o: _Operands, options: _Options) -> tuple[Array, _Residuals]:
+    hidden, gate_up = _kept(o, options)
+    return _down(o, hidden, options), _Residuals(o, gate_up)
 
 
 _STREAM = Config(columns=512, cluster=1, group=1)
 """For a launch that multiplies nothing."""
 
 
-def _pulled(gate_up: Array, dhidden: Array, options: _Options) -> Array:
-    """Returns the gradient of gate and up [1, R, 2, F]: every number is moved once.
+def _pulled(
+    gate_up: Array, dhidden: Array, options: _Options, *, again: bool = False
+) -> tuple[Array, ...]:
+    """Returns the gradient of gate and up [1, R, 2, F] and, if again, the hidden rows.
 
-    XLA would write what the two halves share to memory.
+    Every number is moved once; XLA would write what the two halves share to memory.
     """
-    job = Job(GatedPull(options.activation), _STREAM, options.launcher.interpret, "gated_pull")
-    return product(job, None, (), (gate_up, dhidden))[0]
+    finish = GatedPull(options.activation, again)
+    job = Job(finish, _STREAM, options.launcher.interpret, "gated_pull")
+    return product(job, None, (), (gate_up, dhidden))
 
 
-def _backward(options: _Options, kept: _Kept, dout: Array) -> tuple[_Operands]:
-    (x, w, w_up, w_down), gate_up = kept
+def _backward(options: _Options, kept: _Residuals, dout: Array) -> tuple[_Operands]:
+    o, gate_up = kept
     launcher, dout, ddown = options.launcher, _rows(dout), None
-    if w_down is None:
-        dgate_up = _pulled(gate_up, dout, options)
+    if o.w_down is None:
+        (dgate_up,) = _pulled(gate_up, dout, options)
     else:
-        finish, down = ProductPull(options.activation), (w_down[None],)
-        hidden, dgate_up = launcher(finish, dout, down, (gate_up,), transpose_b=True)
+        dhidden = (dout[0] @ o.w_down.T)[None]
+        dgate_up, hidden = _pulled(gate_up, dhidden, options, again=True)
         ddown = launcher(Plain(), hidden, (dout,), transpose_a=True)[0][0]
-    stacked = w if w_up is None else jnp.stack([w, w_up], axis=1)
+    w = _stacked(o)
     flat = dgate_up.reshape(1, -1, 2 * w.shape[-1])
-    right = stacked.reshape(1, -1, flat.shape[-1])
+    right = w.reshape(1, -1, flat.shape[-1])
     (dx,) = launcher(Plain(), flat, (right,), transpose_b=True)
-    (dw,) = launcher(Plain(), _rows(x), (flat,), transpose_a=True)
-    dx, dw = dx.reshape(x.shape), dw.reshape(stacked.shape)
-    if w_up is None:
+    (dw,) = launcher(Plain(), _rows(o.x), (flat,), transpose_a=True)
+    dx, dw = dx.reshape(o.x.shape), dw.reshape(w.shape)
+    if o.w_up is None:
         return (_Operands(dx, dw, None, ddown),)
     return (_Operands(dx, dw[:, 0], dw[:, 1], ddown),)
 

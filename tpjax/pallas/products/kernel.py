@@ -13,8 +13,9 @@ main loop; results leave through slots by TMA, which drops what lies beyond the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -80,6 +81,11 @@ class Finish:
         """What is written."""
         return (Panel(0),)
 
+    @property
+    def waits(self) -> bool:
+        """Whether it may be given sums rounded to the results' dtype, a tile later."""
+        return False
+
     def __call__(
         self, sums: Sequence[Array], sides: Sequence[Array], vectors: Sequence[Array]
     ) -> Sequence[Array]:
@@ -130,7 +136,7 @@ def staging_for(
     row_bytes = 64 if finish.factors and len(finish.results) > 1 else 128
     piece = min(width, row_bytes // max(out_size, *side_sizes, 0))
     pieces = config.rows // ROWS * (width // piece)
-    side_slots = (2 if finish.factors else 3) if side_sizes else 0
+    side_slots = (2 if finish.factors or len(finish.results) > 2 else 3) if side_sizes else 0
     return Staging(piece, math.gcd(2, pieces), min(pieces, side_slots))
 
 
@@ -202,14 +208,51 @@ class Kernel(NamedTuple):
             bs = (buffer.at[slot] for buffer in right)
             return [(a, b.transpose((1, 0)) if job.transpose_b else b) for b in bs]
 
-        def one(tile: Tile, passed: Array) -> None:
-            finishing = _Finishing(self, arrays, results, smem, tile, worker)
-            vectors, multiplies = finishing.start(), bool(job.finish.factors)
-            sums = accumulate(tiles, smem.ring, passed, operands) if multiplies else ()
-            finishing.run(sums, vectors)
+        def sums_of(passed: Array, meanwhile: Sequence[Callable[[], None]] = ()) -> Any:
+            if not job.finish.factors:
+                return ()
+            return accumulate(tiles, smem.ring, passed, operands, meanwhile)
 
-        tiles.each(one)
+        def end_of(tile: Tile) -> _Finishing:
+            row = pl.multiple_of(tile.row, tiles.config.block_rows)
+            tile = Tile(tile.batch, row, pl.multiple_of(tile.column, tiles.width))
+            return _Finishing(self, arrays, results, smem, tile, worker)
+
+        def now(tile: Tile, passed: Array) -> None:
+            end = end_of(tile)
+            vectors = end.start()
+            end.run(sums_of(passed), vectors)
+
+        def later(tile: Tile, passed: Array, waiting: Any) -> Any:
+            before, sums = waiting
+            fresh = sums_of(passed, end_of(before).pieces(sums))
+            end_of(tile).bring()
+            return tile, tuple(x.astype(smem.out.dtype) for x in fresh)
+
+        if self._finishes_late(smem):
+            # Before the first tile one is finished that lies beyond the end: TMA moves nothing.
+            height = tiles.config.block_rows * tiles.config.cluster
+            nowhere = tiles.locate(lax.axis_index("block"))
+            nowhere = nowhere._replace(row=nowhere.row + pl.cdiv(tiles.rows, height) * height)
+            zeros = jnp.zeros((rows, tiles.width), smem.out.dtype)
+            zeros = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * tiles.sums
+            end_of(nowhere).bring()
+            _, (last, sums) = tiles.fold(later, (nowhere, zeros))
+            for piece in end_of(last).pieces(sums):
+                piece()
+        else:
+            tiles.each(now)
         plgpu.wait_smem_to_gmem(0)
+
+    def _finishes_late(self, smem: Shared) -> bool:
+        """Returns whether a tile is finished during the main loop of the next one.
+
+        Its sums wait in registers, rounded, and need half as many as they did.
+        """
+        finish, tiles = self.job.finish, self.tiles
+        pieces = tiles.config.rows // ROWS * (tiles.width // self.staging.piece)
+        may = tiles.config.late and finish.waits
+        return may and smem.out.dtype.itemsize == 2 and pieces <= tiles.steps
 
 
 class _Finishing(NamedTuple):
@@ -245,15 +288,19 @@ class _Finishing(NamedTuple):
             source = panel.at(self.arrays.sides, self.tile.batch, *rows_columns)
             plgpu.copy_gmem_to_smem(source, buffer.at[self.worker, slot], ready)
 
+    def bring(self) -> None:
+        """Starts copying the first pieces of the sides."""
+        if self.smem.sides:
+            for number in range(self.kernel.staging.side_slots):
+                self._bring(number)
+
     def start(self) -> list[Array]:
         """Starts copying the first pieces of the sides; returns those of the vectors.
 
         During the main loop what follows of the sides comes as near as L2.
         """
         finish, tiles = self.kernel.job.finish, self.kernel.tiles
-        if self.smem.sides:
-            for number in range(self.kernel.staging.side_slots):
-                self._bring(number)
+        self.bring()
         if finish.factors:
             rows, columns = tiles.config.rows, pl.ds(self.tile.column, tiles.width)
             own = pl.ds(self.tile.row + self.worker * rows, rows)
@@ -286,24 +333,32 @@ class _Finishing(NamedTuple):
 
     def run(self, sums: Sequence[Array], vectors: list[Array]) -> None:
         """Finishes the sums, given the first pieces of the vectors, and sends the results off."""
+        for number in range(len(self._pieces)):
+            present, vectors = vectors, self._vectors(number + 1)  # they come meanwhile
+            self._piece(number, sums, present)
+
+    def pieces(self, sums: Sequence[Array]) -> list[Callable[[], None]]:
+        """Returns what finishes the sums piece by piece, given that `bring` was called."""
+        return [partial(self._piece, n, sums, []) for n in range(len(self._pieces))]
+
+    def _piece(self, number: int, sums: Sequence[Array], vectors: list[Array]) -> None:
+        """Finishes a piece and sends it off."""
         staging, finish = self.kernel.staging, self.kernel.job.finish
-        count = len(finish.results)
-        for number, (row, column) in enumerate(self._pieces):
-            parts = [x[row : row + ROWS, column : column + staging.piece] for x in sums]
-            sides, present = self._sides(number), vectors
-            vectors = self._vectors(number + 1)  # they come meanwhile
-            outs = finish(parts, sides, present)
-            first = number % staging.slots * count
-            slots = [self.smem.out.at[self.worker, first + i] for i in range(count)]
-            plgpu.wait_smem_to_gmem((staging.slots - 1) * count, wait_read_only=True)
-            for slot, out in zip(slots, outs, strict=True):
-                slot[...] = out.astype(slot.dtype)
-            plgpu.commit_smem()  # also: all have read the sides
-            for slot, panel in zip(slots, finish.results, strict=True):
-                target = panel.at(self.results, self.tile.batch, *self._place(number))
-                plgpu.copy_smem_to_gmem(slot, target)
-            if self.smem.sides and number + staging.side_slots < len(self._pieces):
-                self._bring(number + staging.side_slots)
+        count, (row, column) = len(finish.results), self._pieces[number]
+        parts = [x[row : row + ROWS, column : column + staging.piece] for x in sums]
+        sides = self._sides(number)
+        outs = finish([x.astype(jnp.float32) for x in parts], sides, vectors)
+        first = number % staging.slots * count
+        slots = [self.smem.out.at[self.worker, first + i] for i in range(count)]
+        plgpu.wait_smem_to_gmem((staging.slots - 1) * count, wait_read_only=True)
+        for slot, out in zip(slots, outs, strict=True):
+            slot[...] = out.astype(slot.dtype)
+        plgpu.commit_smem()  # also: all have read the sides
+        for slot, panel in zip(slots, finish.results, strict=True):
+            target = panel.at(self.results, self.tile.batch, *self._place(number))
+            plgpu.copy_smem_to_gmem(slot, target)
+        if self.smem.sides and number + staging.side_slots < len(self._pieces):
+            self._bring(number + staging.side_slots)
 
 
 def _slots(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -64,6 +64,8 @@ class Config:
     """Rows of clusters' tiles that are worked on together."""
     pending: bool = True
     """Whether one step's products run while the next one's are started."""
+    late: bool = False
+    """Whether a tile is finished during the next one's main loop, where that is long enough."""
 
     @property
     def block_rows(self) -> int:
@@ -141,14 +143,23 @@ class Tiles(NamedTuple):
 
         `passed` is the number of steps that the tiles before had.
         """
+
+        def turn(tile: Tile, passed: Array, _: tuple[()]) -> tuple[()]:
+            body(tile, passed)
+            return ()
+
+        return self.fold(turn, ())[0]
+
+    def fold(self, body: Callable[[Tile, Array, Any], Any], carried: Any) -> tuple[Array, Any]:
+        """Does as `each` with `carried = body(tile, passed, carried)`; also returns the last."""
         cluster = lax.axis_index("block")
         turns = lax.div(self.count - cluster + self.clusters - 1, jnp.int32(self.clusters))
 
-        @pl.loop(0, turns)
-        def _turn(turn):
-            body(self.locate(cluster + turn * self.clusters), turn * self.steps)
+        def turn(number: Array, carried: Any) -> Any:
+            tile = self.locate(cluster + number * self.clusters)
+            return body(tile, number * self.steps, carried)
 
-        return turns * self.steps
+        return turns * self.steps, lax.fori_loop(0, turns, turn, carried)
 
 
 def ring_types(config: Config, buffers: Sequence[Any], copies: int) -> Ring:
@@ -204,6 +215,7 @@ def accumulate(
     ring: Ring,
     passed: Array,
     operands: Callable[[Array], Sequence[tuple[Any, Any]]],
+    meanwhile: Sequence[Callable[[], None]] = (),
 ) -> tuple[Array, ...]:
     """Returns the sums of one tile, float32 [Config.rows, Tiles.width] each: what a worker does.
 
@@ -213,12 +225,13 @@ def accumulate(
       passed: steps before this tile.
       operands: for a slot, the factors of what is added to each sum: references to [rows, DEPTH]
         and [DEPTH, width] in shared memory, transposed ones too.
+      meanwhile: what else is done, spread over the steps: no more of it than there are steps.
     """
     pending = tiles.config.pending
+    every = tiles.steps // max(1, len(meanwhile))
 
     def scope(*sums: Any) -> tuple[Array, ...]:
-        @pl.loop(0, tiles.steps)
-        def _step(step):
+        def one(step: Any, also: Callable[[], None] = lambda: None) -> None:
             slot = slot_of(passed + step, ring.stages)
             plgpu.barrier_wait(ring.ready.at[slot])
             for total, (a, b) in zip(sums, operands(slot), strict=True):
@@ -227,10 +240,16 @@ def accumulate(
                 plgpu.wgmma_wait(tiles.sums)
                 before = slot_of(passed + step - 1, ring.stages)
                 pl.when(step > 0)(lambda: ring.release(before))
+                also()
             else:
+                also()
                 plgpu.wgmma_wait(0)
                 ring.release(slot)
 
+        for number, also in enumerate(meanwhile):
+            one(jnp.int32(number * every), also)
+            pl.loop(number * every + 1, (number + 1) * every)(one)
+        pl.loop(len(meanwhile) * every, tiles.steps)(one)
         plgpu.wgmma_wait(0)
         if pending:
             ring.release(slot_of(passed + tiles.steps - 1, ring.stages))

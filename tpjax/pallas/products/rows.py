@@ -57,12 +57,12 @@ MATMUL = Op(
     implementations=ways.MATMUL,
     samples=(
         Sample(("f32[5,7]", "f32[7,3]", "f32[3]"), {"activation": "gelu_exact"}),
-        Sample(("bf16[65,40]", "bf16[40,56]")),
+        Sample(("bf16[129,40]", "bf16[40,56]")),
         Sample(
-            ("bf16[67,37]", "bf16[37,40]", "f32[40]", "bf16[67,40]", "f32[]"),
+            ("bf16[131,37]", "bf16[37,40]", "f32[40]", "bf16[131,40]", "f32[]"),
             {"activation": "gelu"},
         ),
-        Sample(("f16[2,71,24]", "f16[2,24,9]", None, "f32[2,71,9]")),
+        Sample(("f16[2,133,24]", "f16[2,24,9]", None, "f32[2,133,9]")),
         Sample(("bf16[3,8]", "bf16[8,5]")),
         Sample(("bf16[8192,8192]", "bf16[8192,8192]"), slow=True),
     ),
@@ -79,8 +79,8 @@ GATED_LINEAR_UNIT = Op(
     implementations=ways.GATED_LINEAR_UNIT,
     samples=(
         Sample(("f32[5,7]", "f32[7,2,3]")),
-        Sample(("bf16[3,25,40]", "bf16[40,2,24]")),
-        Sample(("f16[99,24]", "f16[24,9]", "f16[24,9]"), {"activation": "gelu"}),
+        Sample(("bf16[3,45,40]", "bf16[40,2,24]")),
+        Sample(("f16[131,24]", "f16[24,9]", "f16[24,9]"), {"activation": "gelu"}),
         Sample(("bf16[16384,4096]", "bf16[4096,2,11008]"), slow=True),
     ),
     diff=(0, 1, 2),
@@ -96,7 +96,7 @@ GATED_MLP = Op(
     implementations=ways.GATED_MLP,
     samples=(
         Sample(("f32[5,7]", "f32[7,2,3]", "f32[3,7]")),
-        Sample(("bf16[3,25,40]", "bf16[40,2,24]", "bf16[24,40]")),
+        Sample(("bf16[3,45,40]", "bf16[40,2,24]", "bf16[24,40]")),
         Sample(("f32[9,4]", "f32[4,9]", "f32[9,4]", "f32[4,9]"), {"activation": "relu"}),
         Sample(("bf16[16384,4096]", "bf16[4096,2,11008]", "bf16[11008,4096]"), slow=True),
     ),
