@@ -142,7 +142,7 @@ class _Kernel(NamedTuple):
             b = right.at[slot]
             return [(left.at[slot, own], b if self.job.vocab_axis else b.transpose((1, 0)))]
 
-        def one(tile: Tile, passed: Array, *_: Any) -> None:
+        def one(tile: Tile, passed: Array) -> None:
             (products,) = accumulate(tiles, smem.ring, passed, factors)
             for first in range(0, tiles.config.rows, ROWS):
                 row = tile.row + worker * tiles.config.rows + first
