@@ -78,11 +78,11 @@ def matmul(
         remedy = "Broadcast the smaller one with jax.numpy.broadcast_to."
         raise ValueError(message(op, "b", must, f"shape {b.shape}", remedy))
     shape = (*a.shape[:-1], b.shape[-1])
-    scale = _number_as_array(scale, a)
+    factor = _number_as_array(scale, a)
     for name, x, right in (
         ("bias", bias, (shape[-1:],)),
         ("residual", residual, (shape,)),
-        ("scale", scale, (shape[-1:], ())),
+        ("scale", factor, (shape[-1:], ())),
     ):
         if x is None:
             continue
@@ -94,8 +94,8 @@ def matmul(
     _check_activation(op, activation)
     if 0 in shape:
         return jnp.zeros(shape, out)
-    scale = None if scale is None else jnp.reshape(scale, (-1,))
-    operands = {"a": a, "b": b, "bias": bias, "residual": residual, "scale": scale}
+    factor = None if factor is None else jnp.reshape(factor, (-1,))
+    operands = {"a": a, "b": b, "bias": bias, "residual": residual, "scale": factor}
     options = {"activation": activation, "out_dtype": out}
     return dispatch.call(op, MATMUL, operands, options, implementation, MATMUL_PARTITIONING)
 
