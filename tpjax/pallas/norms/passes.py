@@ -7,7 +7,8 @@ rows, each rounded once. The backward pass keeps h (which is x, or the new resid
 (for its dtype) and forms the statistics again, with the same bits. Each block adds up dscale and
 dbias over its rows in a fixed order, XLA adds the blocks: runs agree to the last bit.
 Bytes, of one array of rows: 2 forward, 3 backward; with a residual 4 and 4; rows that fit no tile
-are read once more, in both passes. Limits: `config.unsupported`.
+are read once more, in both passes. Limits: `config.unsupported`. With a residual of x's dtype dx
+and dresidual are one array: a model adds it onward; a program that returns both copies it.
 
 Source: the equations of `kernels`, derived from those of `core.norms`.
 """
