@@ -190,6 +190,15 @@ def test_scores_depend_on_distances():
         assert_close("scores", scores(11), scores(0), 1e-5)
 
 
+@pytest.mark.parametrize("features", [16, 10])
+def test_neighbours_turn_as_halves_do(features):
+    """Features sorted into halves, turned, and sorted back; some do not turn."""
+    x, frequencies = inputs("f32[5,3,16]", 0), rotary_frequencies(features)
+    halves = [*range(0, features, 2), *range(1, features, 2), *range(features, 16)]
+    got = rotary_embedding(x, None, frequencies, interleaved=True)[..., jnp.array(halves)]
+    assert_close("out", got, rotary_embedding(x[..., jnp.array(halves)], None, frequencies), 1e-6)
+
+
 def test_defaults_and_shapes():
     """Positions count from 0; they broadcast over leading axes; empty arrays stay empty."""
     x = inputs("f32[2,3,5,1,8]", 0)
