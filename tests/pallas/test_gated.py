@@ -92,7 +92,7 @@ def test_pull_of_many_tiles():
     gate_up, dhidden = inputs("bf16[1,150,2,550]", 0), inputs("bf16[1,150,550]", 1)
     options = gated._Options("swish", Launcher("gated_linear_unit", "races", None))
     with tpjax.use(interpret="races"):
-        (got,) = gated._pulled(gate_up, dhidden, options)
+        got = gated._pulled(gate_up, dhidden, options)
 
     def forward(gate_up):
         return jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]

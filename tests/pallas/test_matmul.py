@@ -126,7 +126,7 @@ def test_every_tile_once(config):
 FINISHES = (
     Plain(),
     Affine("gelu", True, True, True, True),
-    Gated("swish", True, True),
+    Gated("swish", True),
     ProductPull("swish"),
 )
 

@@ -96,25 +96,17 @@ class Gated(Finish):
     activation: str
     stacked: bool
     """Whether the right operands are halves of one array."""
-    keeps: bool = False
-    """Whether gate and up, the halves of one array, are a result too."""
 
     @property
     def factors(self) -> tuple[Panel, ...]:
         """Gate, then up."""
         return STACKED if self.stacked else SEPARATE
 
-    @property
-    def results(self) -> tuple[Panel, ...]:
-        """The hidden rows, then what is kept."""
-        return (Panel(0), Panel(1, 0), Panel(1, 1)) if self.keeps else (Panel(0),)
-
     def __call__(
         self, sums: Sequence[Array], sides: Sequence[Array], vectors: Sequence[Array]
     ) -> Sequence[Array]:
         gate, up = sums
-        hidden = _ACTIVATIONS[self.activation].value(gate) * up
-        return [hidden, gate, up] if self.keeps else [hidden]
+        return [_ACTIVATIONS[self.activation].value(gate) * up]
 
 
 @dataclass(frozen=True)
@@ -122,8 +114,6 @@ class GatedPull(Finish):
     """The gradients of gate and up, given gate, up and the gradient of the hidden rows."""
 
     activation: str
-    again: bool = False
-    """Whether the hidden rows are a result too."""
 
     @property
     def factors(self) -> tuple[Panel, ...]:
@@ -137,17 +127,15 @@ class GatedPull(Finish):
 
     @property
     def results(self) -> tuple[Panel, ...]:
-        """The gradients, as two halves; the hidden rows, if they are asked for."""
-        return (*STACKED, Panel(1)) if self.again else STACKED
+        """The gradients, as two halves."""
+        return STACKED
 
     def __call__(
         self, sums: Sequence[Array], sides: Sequence[Array], vectors: Sequence[Array]
     ) -> Sequence[Array]:
         gate, up, dhidden = sides
         act = _ACTIVATIONS[self.activation]
-        value = act.value(gate)
-        pulled = [dhidden * up * act.slope(gate), dhidden * value]
-        return [*pulled, value * up] if self.again else pulled
+        return [dhidden * up * act.slope(gate), dhidden * act.value(gate)]
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def staging_for(
     row_bytes = 64 if finish.factors and len(finish.results) > 1 else 128
     piece = min(width, row_bytes // max(out_size, *side_sizes, 0))
     pieces = config.rows // ROWS * (width // piece)
-    side_slots = (2 if finish.factors or len(finish.results) > 2 else 3) if side_sizes else 0
+    side_slots = (2 if finish.factors else 3) if side_sizes else 0
     return Staging(piece, math.gcd(2, pieces), min(pieces, side_slots))
 
 
