@@ -100,7 +100,7 @@ def _example(spec: str, seed: int) -> jax.Array:
     if x.dtype == jnp.bool_:
         return (x | jnp.eye(*x.shape[-2:], dtype=bool)).at[..., 0].set(True)
     if x.dtype == jnp.int32:
-        return jnp.sort(x + 1, -1)
+        return jnp.sort(x + 1, -1) if x.ndim else x
     return (x > 0).astype(x.dtype).at[..., 0].set(1) if spec == FLOATS_BS else x
 
 
