@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import tpjax
@@ -91,6 +92,34 @@ def test_unknown_names(x):
         pass
     with pytest.raises(ValueError, match="'races'"), tpjax.use(interpret="race"):  # pyright: ignore
         pass
+
+
+NOTHING = {
+    "rms_norm": ("f32[0,8]",),
+    "layer_norm": ("f32[0,8]",),
+    "add_rms_norm": ("f32[0,8]", "f32[0,8]"),
+    "add_layer_norm": ("f32[0,8]", "f32[0,8]"),
+    "rms_norm_fp8": ("f32[0,8]",),
+    "layer_norm_fp8": ("f32[0,8]",),
+    "matmul": ("f32[0,8]", "f32[8,4]"),
+    "gated_linear_unit": ("f32[0,8]", "f32[8,2,4]"),
+    "gated_mlp": ("f32[0,8]", "f32[8,2,4]", "f32[4,8]"),
+    "linear_cross_entropy": ("f32[0,8]", "f32[5,8]", "i32[0]"),
+    "softmax": ("f32[0,8]",),
+    "log_softmax": ("f32[0,8]",),
+    "rotary_embedding": ("f32[1,0,2,8]",),
+    "embedding": ("f32[5,8]", "i32[0]"),
+    "flash_attention": ("f32[1,0,2,8]", "f32[1,0,2,8]", "f32[1,0,2,8]"),
+}
+
+
+@pytest.mark.parametrize("name", list(NOTHING))
+def test_unknown_names_for_empty_calls(name):
+    """A call that nothing has to run is told as much, and gives arrays of JAX."""
+    fn, arrays = getattr(tpjax.pallas, name), [np.asarray(inputs(x, 0)) for x in NOTHING[name]]
+    with pytest.raises(UnsupportedError, match="unknown implementation 'triton'"):
+        fn(*arrays, implementation="triton")
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(fn(*arrays)))
 
 
 def test_use_nests(x):

@@ -67,7 +67,8 @@ def linear_cross_entropy_reference(
     losses += z_loss * jnp.square(lse)
     factors = jnp.ones_like(lse) if weights is None else weights.astype(wide)
     factors = jnp.where(valid, factors, 0)
-    losses = jnp.where(factors == 0, 0, factors * losses)
+    # A weight of zero hides what is not finite, but has a derivative all the same: the loss.
+    losses = factors * jnp.where((factors == 0) & ~jnp.isfinite(losses), 0, losses)
     extra = (losses,) * return_token_losses + (lse,) * return_lse
     if reduction == "none":
         return (losses, *extra) if extra else losses

@@ -161,6 +161,19 @@ def record_choices() -> Iterator[list[Choice]]:
         _recorders.reset(token)
 
 
+def check_name(op: str, implementations: tuple[Implementation, ...], asked: str | None) -> None:
+    """Checks the name of an implementation, for empty calls too, which none of them has to run.
+
+    Raises:
+      UnsupportedError: there is none of that name.
+    """
+    names = tuple(i.name for i in implementations)
+    if asked is not None and asked not in names:
+        raise UnsupportedError(
+            f"{op}: unknown implementation {asked!r}. {did_you_mean(str(asked), names)}"
+        )
+
+
 def choose(
     op: str, implementations: tuple[Implementation, ...], key: Key, asked: str | None = None
 ) -> tuple[Implementation, tuple[Refusal, ...]]:
@@ -175,6 +188,7 @@ def choose(
     Raises:
       UnsupportedError: the one asked for cannot run this call; the message has the reason.
     """
+    check_name(op, implementations, asked)
     refused: list[Refusal] = []
     for implementation in implementations:
         if asked is not None and implementation.name != asked:
@@ -183,11 +197,6 @@ def choose(
         if reason is None:
             return implementation, tuple(refused)
         refused.append(Refusal(implementation.name, reason))
-    if not refused:
-        names = tuple(i.name for i in implementations)
-        raise UnsupportedError(
-            f"{op}: unknown implementation {asked!r}. {did_you_mean(str(asked), names)}"
-        )
     assert asked is not None, f"{op}: the last implementation must run every call"
     raise UnsupportedError(
         f"{op}: implementation {asked!r} was asked for, but no kernel for this call: "

@@ -65,11 +65,6 @@ class Region:
         shift = num_keys - num_queries if self.bottom_right else 0
         return Bounds(shift, num_queries, num_keys, prefix)
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether a query may see less than all keys of its sequence."""
-        return self.is_causal or self.window is not None
-
     def reach(self, query: Any, bounds: Bounds) -> Reach:
         """Returns which keys queries at these indices see; the last one is -1 if they see none."""
         position, first, last = query + bounds.shift, None, bounds.num_keys - 1

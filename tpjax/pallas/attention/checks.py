@@ -12,8 +12,7 @@ from jax import Array
 
 from tpjax.core._jax import is_tracer
 from tpjax.core.attention import ALIGNMENTS, score_dtype
-from tpjax.core.errors import UnsupportedError, did_you_mean, message
-from tpjax.core.operator import Implementation
+from tpjax.core.errors import did_you_mean, message
 
 OP = "flash_attention"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -230,11 +229,3 @@ def one_batch_axis(x: Any, batch: tuple[int, ...]) -> Array | None:
     if math.prod(lead) == 1:
         return x.reshape(1, *rest)
     return jnp.broadcast_to(x, (*batch, *rest)).reshape(math.prod(batch), *rest)
-
-
-def implementation(x: Any, implementations: tuple[Implementation, ...]) -> None:
-    """Checks the name of an implementation, for calls that none of them has to run."""
-    names = tuple(i.name for i in implementations)
-    if x is not None and x not in names:
-        remedy = did_you_mean(str(x), names)
-        raise UnsupportedError(f"{OP}: unknown implementation {x!r}. {remedy}")

@@ -139,7 +139,7 @@ def flash_attention(  # long: twenty arguments, each explained
         named = operands._asdict(), options._asdict()
         results = dispatch.call(checks.OP, IMPLEMENTATIONS, *named, implementation, split)
     else:  # nothing to attend from or to
-        checks.implementation(implementation, IMPLEMENTATIONS)
+        dispatch.check_name(checks.OP, IMPLEMENTATIONS, implementation)
         results = attention_reference(**operands._asdict(), **options._asdict())
     if isinstance(results, tuple):
         return tuple(x.reshape(*query.shape[:-2], *x.shape[2:]) for x in results)

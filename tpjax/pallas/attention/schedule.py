@@ -100,8 +100,9 @@ def sorted_spans(extras: Extras, spans: Array | None, workers: int = 1) -> Array
     own = spans.reshape(batch, tiles, workers, 4)
     steps = own[..., 1].max(2) - own[..., 0].min(2)
     # By comparisons: a sort, or a scatter, takes XLA more kernels, and longer ones.
-    least = steps * tiles + index
-    rank = (least[:, None, :] < least[:, :, None]).sum(2, dtype=jnp.int32)
+    mine, other = steps[:, :, None], steps[:, None, :]
+    comes_first = (other < mine) | ((other == mine) & (index < index[:, None]))
+    rank = comes_first.sum(2, dtype=jnp.int32)
     named = jnp.broadcast_to(index[:, None, None], (batch, tiles, workers, 1))
     found = jnp.concatenate([own, named], 3)[:, None]
     chosen = (rank[:, None, :] == index[:, None])[..., None, None]

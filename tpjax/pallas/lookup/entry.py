@@ -65,6 +65,7 @@ def embedding(
     if table.ndim != 2:
         raise ValueError(message(op, "table", "of rank 2, [V, D]", f"shape {table.shape}"))
     if not table.size or not ids.size:
+        dispatch.check_name(op, ways.EMBEDDING, implementation)
         return _nothing(table, ids)
     operands = {"ids": _narrowed(ids, table.shape[0]), "table": table}
     split = ways.EMBEDDING_PARTITIONING

@@ -117,6 +117,7 @@ def linear_cross_entropy(  # long: fifteen arguments, each explained
     labels, factors = _labels_and_factors(labels, weights, vocab, ignored, hidden.dtype)
     scaled = factors / mean_divisor(factors) if reduction == "mean" else factors
     if not labels.size:
+        dispatch.check_name("linear_cross_entropy", IMPLEMENTATIONS, implementation)
         total, lse, losses = jnp.zeros((), scaled.dtype), scaled, scaled
     else:
         local = partial(_local, static, wanted, reduced, implementation)

@@ -165,8 +165,11 @@ def dlogits(
 
 
 def weighted(losses: Array, weights: Array) -> Array:
-    """Returns losses times weights; zero where the weight is, whatever the loss."""
-    return jnp.where(weights == 0, 0, weights * losses)
+    """Returns losses times weights; zero where the weight is, whatever the loss.
+
+    The weight has a derivative there too: the loss, where that is finite.
+    """
+    return weights * jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
 
 
 def whole(cotangent: Array, options: Options) -> Array:

@@ -58,6 +58,7 @@ def add_rms_norm(
     op, operands = "add_rms_norm", {"x": x, "residual": residual, "scale": scale}
     options = _checked(op, operands, eps, scale_offset)
     if not x.size:
+        dispatch.check_name(op, ways.ADD_RMS_NORM, implementation)
         return jnp.zeros_like(x), jnp.zeros_like(residual)
     split = ways.ADD_RMS_NORM_PARTITIONING
     return dispatch.call(op, ways.ADD_RMS_NORM, operands, options, implementation, split)
@@ -110,6 +111,7 @@ def add_layer_norm(
     operands = {"x": x, "residual": residual, "scale": scale, "bias": bias}
     options = _checked(op, operands, eps, scale_offset)
     if not x.size:
+        dispatch.check_name(op, ways.ADD_LAYER_NORM, implementation)
         return jnp.zeros_like(x), jnp.zeros_like(residual)
     split = ways.ADD_LAYER_NORM_PARTITIONING
     return dispatch.call(op, ways.ADD_LAYER_NORM, operands, options, implementation, split)

@@ -58,6 +58,7 @@ def rms_norm(
     options = door.options_of(op, eps, scale_offset, scale)
     options["num_groups"] = door.groups_of(op, num_groups, x)
     if not x.size:
+        dispatch.check_name(op, ways.RMS_NORM, implementation)
         return jnp.zeros_like(x)
     operands, split = {"x": x, "scale": scale}, ways.RMS_NORM_PARTITIONING
     return dispatch.call(op, ways.RMS_NORM, operands, options, implementation, split)
@@ -112,6 +113,7 @@ def layer_norm(
     options = door.options_of(op, eps, scale_offset, scale)
     options["num_groups"] = door.groups_of(op, num_groups, x)
     if not x.size:
+        dispatch.check_name(op, ways.LAYER_NORM, implementation)
         return jnp.zeros_like(x)
     operands, split = {"x": x, "scale": scale, "bias": bias}, ways.LAYER_NORM_PARTITIONING
     return dispatch.call(op, ways.LAYER_NORM, operands, options, implementation, split)

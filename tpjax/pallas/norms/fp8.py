@@ -61,6 +61,7 @@ def rms_norm_fp8(
     op, operands = "rms_norm_fp8", {"x": x, "scale": scale, "quant_scale": quant_scale}
     options, operands = _checked(op, operands, eps, scale_offset)
     if not x.size:
+        dispatch.check_name(op, ways.RMS_NORM_FP8, implementation)
         return _empty(x)
     split = ways.RMS_NORM_FP8_PARTITIONING
     return dispatch.call(op, ways.RMS_NORM_FP8, operands, options, implementation, split)
@@ -113,6 +114,7 @@ def layer_norm_fp8(
     operands = {"x": x, "scale": scale, "bias": bias, "quant_scale": quant_scale}
     options, operands = _checked(op, operands, eps, scale_offset)
     if not x.size:
+        dispatch.check_name(op, ways.LAYER_NORM_FP8, implementation)
         return _empty(x)
     split = ways.LAYER_NORM_FP8_PARTITIONING
     return dispatch.call(op, ways.LAYER_NORM_FP8, operands, options, implementation, split)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
@@ -150,5 +151,6 @@ def _call(
         if options["softcap"] <= 0:
             raise ValueError(message(op, "softcap", "positive", softcap, "Leave it out for none."))
     if not x.size:
-        return x
+        dispatch.check_name(op, ways, implementation)
+        return jnp.asarray(x)
     return dispatch.call(op, ways, {"x": x, "mask": mask}, options, implementation, PARTITIONING)

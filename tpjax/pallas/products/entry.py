@@ -93,6 +93,7 @@ def matmul(
     out = _out_dtype(op, out_dtype, a)
     _check_activation(op, activation)
     if 0 in shape:
+        dispatch.check_name(op, MATMUL, implementation)
         return jnp.zeros(shape, out)
     factor = None if factor is None else jnp.reshape(factor, (-1,))
     operands = {"a": a, "b": b, "bias": bias, "residual": residual, "scale": factor}
@@ -141,6 +142,7 @@ def gated_linear_unit(
     op = "gated_linear_unit"
     width = _check_gated(op, x, w, w_up, activation)
     if not x.size or not width:
+        dispatch.check_name(op, GATED_LINEAR_UNIT, implementation)
         return jnp.zeros((*x.shape[:-1], width), x.dtype)
     operands, split = {"x": x, "w": w, "w_up": w_up}, gated_partitioning
     partitioning = split(stacked=w_up is None, down=False)
@@ -190,6 +192,7 @@ def gated_mlp(
         must = f"of shape {(width, x.shape[-1])}, [F, D]"
         raise ValueError(message(op, "w_down", must, f"shape {w_down.shape}", "Transpose it."))
     if not x.size or not width:
+        dispatch.check_name(op, GATED_MLP, implementation)
         return jnp.zeros(x.shape, x.dtype)
     operands = {"x": x, "w": w, "w_down": w_down, "w_up": w_up}
     partitioning = gated_partitioning(stacked=w_up is None, down=True)

@@ -59,7 +59,8 @@ def dropout(
         raise ValueError(message(op, "rate", "from 0 to 1", rate, "It is the share dropped."))
     words = _words(op, seed)
     if not x.size:
-        return x
+        dispatch.check_name(op, ways.DROPOUT, implementation)
+        return jnp.asarray(x)
     operands = {"x": x, "seed": words, "rows": row_numbers(x.shape)}
     split = ways.DROPOUT_PARTITIONING
     return dispatch.call(op, ways.DROPOUT, operands, {"rate": share}, implementation, split)

@@ -67,7 +67,8 @@ def rotary_embedding(
     operands = _operands(op, x, positions, frequencies)
     options = _options(op, interleaved, amplitude)
     if not x.size:
-        return x
+        dispatch.check_name(op, ways.ROTARY_EMBEDDING, implementation)
+        return jnp.asarray(x)
     split = ways.ROTARY_EMBEDDING_PARTITIONING
     return dispatch.call(op, ways.ROTARY_EMBEDDING, operands, options, implementation, split)
 
@@ -131,7 +132,8 @@ def rms_norm_rope(
         must = "0 where there is no scale"
         raise ValueError(message(op, "scale_offset", must, scale_offset, "Pass a scale of zeros."))
     if not x.size:
-        return x
+        dispatch.check_name(op, ways.RMS_NORM_ROPE, implementation)
+        return jnp.asarray(x)
     operands = {"x": turning.pop("x"), "scale": scale, **turning}
     split = ways.RMS_NORM_ROPE_PARTITIONING
     return dispatch.call(op, ways.RMS_NORM_ROPE, operands, options, implementation, split)
