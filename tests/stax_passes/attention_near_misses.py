@@ -169,6 +169,22 @@ def effects_between(q, k, v):
 
 
 NEAR_MISSES = {
+    "masked ones could be seen again": (
+        (
+            "unmasked again by a bias",
+            on_scores(lambda s: jnp.where(TRI, s, -1e9) + jnp.where(TRI, 0.0, 1e9)),
+        ),
+        (
+            "unmasked again by a sum",
+            on_scores(lambda s: s + jnp.where(TRI, 0.0, -1e9) + jnp.where(TRI, 0.0, 1e9)),
+        ),
+    ),
+    "is added to all scores, beside which they are lost": (
+        ("a constant that swallows the scores", on_scores(lambda s: s + 1e9)),
+    ),
+    "which is not far below scores multiplied by": (
+        ("scores as large as the fill", on_scores(lambda s: jnp.where(TRI, s * 1e9, -1e5))),
+    ),
     "not taken over the axis that is contracted": (
         ("softmax over queries", lambda q, k, v: out(softmax(scores(q, k), -2), v)),
         ("softmax over heads", lambda q, k, v: out(softmax(scores(q, k), 1), v)),
@@ -314,21 +330,15 @@ WRONG_HITS = (
         on_scores(lambda s: jnp.where(TRI, s, -1e9) + jnp.where(COL >= 1, 0.0, -1e9)),
     ),
     (
-        "unmasked again by a bias",
-        on_scores(lambda s: jnp.where(TRI, s, -1e9) + jnp.where(TRI, 0.0, 1e9)),
-    ),
-    (
-        "unmasked again by a sum",
-        on_scores(lambda s: s + jnp.where(TRI, 0.0, -1e9) + jnp.where(TRI, 0.0, 1e9)),
-    ),
-    (
         "filled with -1e9 beside -1e30",
         on_scores(lambda s: jnp.where(TRI, jnp.where(COL >= 1, s, -1e9), -1e30)),
     ),
-    ("a constant that swallows the scores", on_scores(lambda s: s + 1e9)),
-    ("scores as large as the fill", on_scores(lambda s: jnp.where(TRI, s * 1e9, -1e5))),
 )
-"""What must stay as written and is replaced today: a fault each, strict expected failures."""
+"""Masks that hide whole rows: softmax then gives the mean, or what the fills leave, the kernel 0.
+
+The contract of the rule says so where a mask is an operand; these hide rows as written, which could
+be told: a fault each, strict expected failures.
+"""
 
 UNUSUAL = (
     ("tokens contracted in scores", contracted("bthd,bthe->bhde", "bhts,bshd->bthd")),

@@ -55,6 +55,8 @@ class Scores:
     masks: list[Part] = field(default_factory=list)
     biases: list[Part] = field(default_factory=list)
     inside: set[int] = field(default_factory=set)
+    fill: float = -np.inf
+    """The largest of what masked scores are filled with, or has been added to them."""
 
     def walk(self) -> Node:
         """Returns the query-key product; raises `Unknown` where the path is not attention's."""
@@ -66,6 +68,11 @@ class Scores:
                 )
             self.inside.add(self.value)
             if node.name == "dot_general":
+                if self.fill > MASKED * max(1.0, abs(self.scale)):
+                    raise Unknown(
+                        f"masked scores are filled with {self.fill:g}, which is not far below "
+                        f"scores multiplied by {self.scale:g}"
+                    )
                 return node
             if node.name in SAME:
                 self.value = node.ins[0]
@@ -133,8 +140,11 @@ class Scores:
         if node.name == "sub" and path != node.ins[0]:
             raise Unknown("the scores are subtracted from an array")
         sign = 1.0 if node.name == "add" else -1.0
-        if self.graph.scalar(other) is None:  # softmax does not see an added constant
+        added = self.graph.scalar(other)
+        if added is None:
             self._bias(other, self._layout_of(other), sign * self.scale)
+        elif not abs(added * self.scale) < -MASKED:  # softmax does not see a smaller one
+            raise Unknown(f"{added:g} is added to all scores, beside which they are lost")
         self.value = path
 
     def _layout_of(self, value: int) -> Layout:
@@ -154,11 +164,26 @@ class Scores:
             for zero, fill, keep in ((0, 1, False), (1, 0, True)):
                 if fills[zero] == 0.0 and (fills[fill] or 0.0) * factor <= MASKED:
                     which = node.ins[0]
+                    self.fill = max(self.fill, (fills[fill] or 0.0) * factor)
                     self._mask(
                         which, layout if self.graph.shape(which) else self.axes.keep([]), keep
                     )
                     return
+        self._refuse_unmasking(value, factor)
         self.biases.append(Part(value, layout, factor=factor))
+
+    def _refuse_unmasking(self, value: int, factor: float) -> None:
+        """Refuses a known bias so large that what a mask hides could come back by it."""
+        node = self.graph.made_by(value, "select_n")
+        cases = [value] if node is None else node.ins[1:]
+        for case in cases:
+            known = self.graph.scalar(case)
+            known = self.graph.constant(case) if known is None else np.asarray(known)
+            if known is not None and known.size and not (known * factor).max() < -MASKED:
+                raise Unknown(
+                    f"up to {(known * factor).max():g} is added to scores, by which masked ones "
+                    "could be seen again"
+                )
 
     def _selected(self, node: Node) -> None:
         which, *cases = node.ins
@@ -175,6 +200,7 @@ class Scores:
             )
         if self.graph.size(path) != self.graph.size(node.outs[0]):
             raise Unknown("the scores are broadcast")
+        self.fill = max(self.fill, fill * self.scale)
         self._mask(which, self._layout_of(which), leads.index(True) == 1)
         self.value = path
 
